@@ -1,0 +1,1 @@
+"""Local host memory: one directory a node, owned by its agent, outliving the workers."""

@@ -1,0 +1,276 @@
+"""A node's host memory: the directory that is the node's identity, its slots, and its workers' beacons."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from gemini_run.errors import ReplicaCorrupt
+from gemini_run.ids import NodeId, new_node_id
+from gemini_run.journal import write_json_atomic
+from gemini_run.memory.slots import HEADER_BYTES, SlotHeader
+from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, run_memory
+
+NODE_FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotInfo:
+    """One slot file as found on disk. `problem` says why it cannot be used, else None."""
+
+    path: Path
+    header: SlotHeader | None
+    problem: str | None
+
+    @property
+    def usable(self) -> bool:
+        return self.problem is None and self.header is not None
+
+
+class NodeMemory:
+    """The memory directory of one node, held by its agent through a file lock.
+
+    Attributes:
+        node_id: made with the directory, kept in it.
+        paths: its file names.
+        adopted: True if the directory was left by an earlier agent of this run on this node.
+    """
+
+    def __init__(self, paths: MemoryPaths, node_id: NodeId, lock: int, *, adopted: bool) -> None:
+        self.paths = paths
+        self.node_id = node_id
+        self.adopted = adopted
+        self._lock = lock
+
+    @classmethod
+    def claim(cls, run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> NodeMemory:
+        """Take over the first directory of this run whose agent is gone, else make a new one.
+
+        Several agents may run on one host (each then has its own directory).
+
+        Raises:
+            OSError: `base` cannot be written.
+        """
+        root = run_memory(run_id, base)
+        root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
+        for candidate in sorted(root.iterdir()):
+            paths = MemoryPaths(candidate)
+            lock = _try_lock(paths.lock, create=False)
+            if lock is None:
+                continue
+            node = _read_node(paths)
+            if node is not None:
+                return cls(paths, NodeId(node["node_id"]), lock, adopted=True)
+            os.close(lock)  # of an unknown version or half made: leave it alone
+        node_id = new_node_id(socket.gethostname())
+        paths = MemoryPaths(root / node_id)
+        for directory in (paths.root, paths.slots, paths.beacons):
+            directory.mkdir(mode=0o700)
+        fresh = _try_lock(paths.lock, create=True)
+        if fresh is None:
+            raise RuntimeError(f"{paths.lock}: a directory just made is locked already")
+        write_json_atomic(paths.node_json, {"version": NODE_FORMAT_VERSION, "node_id": node_id, "notes": {}})
+        return cls(paths, node_id, fresh, adopted=False)
+
+    def notes(self) -> dict[str, Any]:
+        """What earlier rounds of this node left for later ones (node rank, history), JSON values."""
+        node = _read_node(self.paths)
+        notes: dict[str, Any] = node["notes"] if node else {}
+        return notes
+
+    def save_notes(self, notes: dict[str, Any]) -> None:
+        write_json_atomic(
+            self.paths.node_json,
+            {"version": NODE_FORMAT_VERSION, "node_id": self.node_id, "notes": notes},
+        )
+
+    def scan(self) -> list[SlotInfo]:
+        return scan_slots(self.paths)
+
+    def find(self, owner: int, iteration: int) -> SlotInfo | None:
+        """The usable slot of `owner` at `iteration`, if it is here."""
+        for info in self.scan():
+            header = info.header
+            if header and info.usable and (header.owner, header.iteration) == (owner, iteration):
+                return info
+        return None
+
+    def free_slot_path(self, owner: int, keep: int) -> Path:
+        """A slot path of `owner` to write into: not one that holds iteration `keep` or is held."""
+        taken = {
+            info.path
+            for info in self.scan()
+            if info.header and info.usable and (info.header.iteration == keep or info.header.hold)
+        }
+        index = 0
+        while self.paths.slot(owner, index) in taken:
+            index += 1
+        return self.paths.slot(owner, index)
+
+    def release(self, *, remove: bool) -> None:
+        """Give the directory up; `remove` also deletes it (a finished run). Idempotent."""
+        if self._lock < 0:
+            return
+        if remove:
+            shutil.rmtree(self.paths.root, ignore_errors=True)
+            for parent in (self.paths.root.parent, self.paths.root.parent.parent):
+                with contextlib.suppress(OSError):  # other nodes or runs still live there
+                    parent.rmdir()
+        os.close(self._lock)
+        self._lock = -1
+
+
+def scan_slots(paths: MemoryPaths) -> list[SlotInfo]:
+    """Every slot file of a node, by header only (the payload is not read)."""
+    infos = []
+    try:
+        entries = sorted(p for p in paths.slots.iterdir() if not p.name.startswith("."))
+    except FileNotFoundError:
+        return []
+    for path in entries:
+        header: SlotHeader | None = None
+        try:
+            with path.open("rb") as file:
+                header = SlotHeader.unpack(file.read(HEADER_BYTES))
+                size = os.fstat(file.fileno()).st_size
+            problem = None if header.complete else "torn: its writer died before the commit"
+            if problem is None and header.end > size:
+                problem = f"truncated: {size} of {header.end} bytes"
+        except FileNotFoundError:
+            continue
+        except ReplicaCorrupt as error:
+            problem = str(error)
+        infos.append(SlotInfo(path, header, problem))
+    return infos
+
+
+def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[MemoryPaths]:
+    """The memory directories of a run on this machine, living agents or not. For readers."""
+    root = run_memory(run_id, base)
+    try:
+        return [MemoryPaths(p) for p in sorted(root.iterdir()) if (p / "node.json").exists()]
+    except FileNotFoundError:
+        return []
+
+
+def agent_alive(paths: MemoryPaths) -> bool:
+    """Whether an agent holds this directory now."""
+    lock = _try_lock(paths.lock, create=False)
+    if lock is None:
+        return paths.lock.exists()
+    os.close(lock)
+    return False
+
+
+def _try_lock(path: Path, *, create: bool) -> int | None:
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _read_node(paths: MemoryPaths) -> dict[str, Any] | None:
+    try:
+        node: dict[str, Any] = json.loads(paths.node_json.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return node if node.get("version") == NODE_FORMAT_VERSION else None
+
+
+# --- beacons ---------------------------------------------------------------------------------------
+
+PHASES = ("starting", "restoring", "training", "snapshot", "finished")
+_BEACON = struct.Struct("<I I Q Q Q d d Q d d")
+
+
+@dataclasses.dataclass(frozen=True)
+class BeaconState:
+    """What a worker last said of itself.
+
+    Attributes:
+        pid: of the worker.
+        phase: one of PHASES.
+        iteration: iterations finished.
+        snapshot: newest iteration whose own slot is complete here.
+        committed: newest iteration known complete on every rank, replicas included.
+        changed_at: unix seconds of the last change.
+        stall: seconds the training thread spent in the last snapshot.
+        state_bytes: size of this rank's state.
+        first_step_at: unix seconds at which the first iteration of this round was finished, 0 before.
+    """
+
+    pid: int
+    phase: str
+    iteration: int
+    snapshot: int
+    committed: int
+    changed_at: float
+    stall: float
+    state_bytes: int
+    first_step_at: float
+
+
+class Beacon:
+    """One worker's page of shared memory: written without a system call, read by the agent at any time."""
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        mode = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        descriptor = os.open(path, mode | os.O_CLOEXEC, 0o600)
+        try:
+            if writable:
+                os.ftruncate(descriptor, 4096)
+            self._map = mmap.mmap(
+                descriptor, 4096, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            )
+        finally:
+            os.close(descriptor)
+
+    def write(self, state: BeaconState) -> None:
+        _BEACON.pack_into(
+            self._map, 0, state.pid, PHASES.index(state.phase), state.iteration, state.snapshot,
+            state.committed, state.changed_at, state.stall, state.state_bytes, state.first_step_at, 0.0,
+        )  # fmt: skip
+
+    def read(self) -> BeaconState:
+        pid, phase, iteration, snapshot, committed, changed_at, stall, size, first, _ = _BEACON.unpack_from(
+            self._map, 0
+        )
+        return BeaconState(pid, PHASES[phase], iteration, snapshot, committed, changed_at, stall, size, first)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def read_beacons(paths: MemoryPaths) -> dict[int, BeaconState]:
+    """Local rank -> what that worker last said; workers that said nothing yet are missing."""
+    found = {}
+    try:
+        entries = sorted(paths.beacons.iterdir())
+    except FileNotFoundError:
+        return {}
+    for path in entries:
+        try:
+            beacon = Beacon(path, writable=False)
+        except (FileNotFoundError, ValueError):
+            continue  # vanished, or made and not yet given its size
+        state = beacon.read()
+        beacon.close()
+        if state.pid:
+            found[int(path.name[1:])] = state
+    return found

@@ -1,0 +1,356 @@
+"""Slots: one file holds one iteration of one rank's shard, and can say whether it is whole.
+
+File layout, all integers little-endian::
+
+    0      header page (4096 bytes): where the sections lie, their checksums, and the sequence number
+    4096   manifest      JSON, `plan.manifest.Manifest`
+           checksums     one u64 (xxh3_64) per manifest item
+           payload       tensor bytes, each item 64-byte aligned
+           objects       JSON: everything that is not a tensor, and how the tensors hang together
+
+Commit protocol (one writer, guarded by flock; readers need no lock):
+
+1. `begin()`: sequence := 0. From here on the slot is torn.
+2. payload, objects, manifest are written.
+3. `commit()`: header fields and header checksum, then sequence := n > 0, last.
+   The slot is *complete*: a dying process cannot undo bytes already copied into shared memory.
+4. `seal()`: the checksum table and its checksum are filled in. Until then the slot is complete but
+   *unsealed*: fine to restore from on this node, never served to another node or exported unsealed
+   (`seal_file` seals it first).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+import xxhash
+
+from gemini_run.errors import FormatVersionError, MemoryFull, ReplicaCorrupt
+from gemini_run.plan.manifest import Manifest, aligned
+
+MAGIC = b"GEMSLOT\0"
+SLOT_VERSION = 1
+HEADER_BYTES = 4096
+FLAG_HOLD = 1  #: kept for the durable tier: the worker must not reuse it until the agent clears the flag
+
+# magic, version, flags, sequence | round, iteration, written_at | owner, world_size |
+# manifest offset/length, checksum table offset/count, payload offset/length, objects offset/length |
+# checksums: manifest, objects | header checksum | sealed (checksum of the table, 0 = unsealed)
+_HEADER = struct.Struct("<8sIIQ QQd II QQQQQQQQ QQ Q Q")
+_FLAGS = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_FLAGS_AT = 12
+_SEQUENCE_AT = 16
+_CHECKED_FROM = 24  # flags and sequence change without the header being rewritten
+_HEADER_CHECKSUM_AT = _HEADER.size - 16
+_SEALED_AT = _HEADER.size - 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotHeader:
+    """The header page of a slot. Offsets and lengths in bytes from the start of the file.
+
+    `sequence` 0 means torn; `sealed` is the checksum of the checksum table, 0 while there is none.
+    """
+
+    round: int
+    iteration: int
+    owner: int
+    world_size: int
+    manifest_offset: int
+    manifest_length: int
+    checksums_offset: int
+    num_items: int
+    payload_offset: int
+    payload_length: int
+    objects_offset: int
+    objects_length: int
+    manifest_checksum: int
+    objects_checksum: int
+    written_at: float
+    flags: int = 0
+    sequence: int = 0
+    sealed: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.sequence > 0
+
+    @property
+    def hold(self) -> bool:
+        return bool(self.flags & FLAG_HOLD)
+
+    @property
+    def end(self) -> int:
+        """Bytes of the file that mean something."""
+        return max(self.objects_offset + self.objects_length, self.payload_offset + self.payload_length)
+
+    def pack(self) -> bytes:
+        body = _HEADER.pack(
+            MAGIC, SLOT_VERSION, self.flags, self.sequence,
+            self.round, self.iteration, self.written_at, self.owner, self.world_size,
+            self.manifest_offset, self.manifest_length, self.checksums_offset, self.num_items,
+            self.payload_offset, self.payload_length, self.objects_offset, self.objects_length,
+            self.manifest_checksum, self.objects_checksum, 0, self.sealed,
+        )  # fmt: skip
+        checksum = xxhash.xxh3_64_intdigest(body[_CHECKED_FROM:_HEADER_CHECKSUM_AT])
+        return body[:_HEADER_CHECKSUM_AT] + _U64.pack(checksum) + _U64.pack(self.sealed)
+
+    @classmethod
+    def unpack(cls, page: bytes) -> SlotHeader:
+        """Raises: FormatVersionError for an unknown version, ReplicaCorrupt if this is no intact header."""
+        if len(page) < _HEADER.size or page[:8] != MAGIC:
+            raise ReplicaCorrupt("not a slot: no header")
+        (_, version, flags, sequence, round_, iteration, written_at, owner, world_size,
+         m_off, m_len, c_off, num_items, p_off, p_len, o_off, o_len,
+         m_sum, o_sum, h_sum, sealed) = _HEADER.unpack(page[: _HEADER.size])  # fmt: skip
+        if version != SLOT_VERSION:
+            raise FormatVersionError(
+                f"slot of format version {version}; this release reads version {SLOT_VERSION}: "
+                "use the gemini-run that wrote it"
+            )
+        if h_sum != xxhash.xxh3_64_intdigest(page[_CHECKED_FROM:_HEADER_CHECKSUM_AT]):
+            raise ReplicaCorrupt("slot header fails its checksum")
+        return cls(
+            round=round_, iteration=iteration, owner=owner, world_size=world_size,
+            manifest_offset=m_off, manifest_length=m_len, checksums_offset=c_off, num_items=num_items,
+            payload_offset=p_off, payload_length=p_len, objects_offset=o_off, objects_length=o_len,
+            manifest_checksum=m_sum, objects_checksum=o_sum, written_at=written_at,
+            flags=flags, sequence=sequence, sealed=sealed,
+        )  # fmt: skip
+
+
+def layout(manifest_length: int, num_items: int, payload_length: int) -> tuple[int, int, int, int]:
+    """Offsets of (manifest, checksum table, payload, objects) for sections of these sizes."""
+    checksums = aligned(HEADER_BYTES + manifest_length)
+    payload = -(-(checksums + 8 * num_items) // 4096) * 4096
+    return HEADER_BYTES, checksums, payload, aligned(payload + payload_length)
+
+
+class Slot:
+    """A slot file, mapped. Open one per file and keep it: never close it under a live tensor.
+
+    Attributes:
+        view: the whole mapping, writable unless opened read-only.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        """Map an existing slot file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ReplicaCorrupt: the file is shorter than a header.
+        """
+        self.path = path
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            self.capacity = os.fstat(descriptor).st_size
+            if self.capacity < HEADER_BYTES:
+                raise ReplicaCorrupt(f"{path}: truncated slot ({self.capacity} bytes)")
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            # Page faults are per mapping and cost several times the copy itself: take them here, at once.
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
+            self._map = mmap.mmap(descriptor, self.capacity, flags=flags, prot=protection)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self.view = memoryview(self._map)
+        self._sequence = self._read_u64(_SEQUENCE_AT)
+
+    @classmethod
+    def create(cls, path: Path, capacity: int) -> Slot:
+        """Make (or replace) the slot file with room for `capacity` bytes, all of it backed by memory.
+
+        Raises:
+            MemoryFull: the file system has not so much room; nothing is left behind.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+        capacity = -(-capacity // 4096) * 4096
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            # Allocated, not sparse: a full file system is an error here and never a SIGBUS later.
+            os.posix_fallocate(descriptor, 0, capacity)
+        except OSError as error:
+            os.close(descriptor)
+            temporary.unlink()
+            free = free_bytes(path.parent)
+            raise MemoryFull(
+                f"host memory full: a slot of {capacity / 2**20:.1f} MiB is needed, {free / 2**20:.1f} MiB "
+                f"are free in {path.parent}: enlarge it (mount -o remount,size=... /dev/shm; docker "
+                "--shm-size; a Kubernetes emptyDir with medium: Memory) or name another tmpfs with "
+                f"--memory-dir [{error}]",
+                needed_bytes=capacity,
+                free_bytes=free,
+            ) from error
+        os.close(descriptor)
+        os.replace(temporary, path)
+        return cls(path, writable=True)
+
+    # --- header -----------------------------------------------------------------------------------
+
+    def header(self) -> SlotHeader:
+        """The header as it is now. Raises: as SlotHeader.unpack, naming the file."""
+        try:
+            header = SlotHeader.unpack(bytes(self.view[:HEADER_BYTES]))
+        except ReplicaCorrupt as error:
+            raise type(error)(f"{self.path}: {error}") from error
+        if header.complete and header.end > self.capacity:
+            raise ReplicaCorrupt(f"{self.path}: truncated slot ({self.capacity} of {header.end} bytes)")
+        return header
+
+    def begin(self) -> None:
+        """The slot is torn from now on until `commit`."""
+        self._write_u64(_SEQUENCE_AT, 0)
+
+    def commit(self, header: SlotHeader) -> None:
+        """Write `header`, then the sequence number, last: the slot is complete."""
+        sequence = self._sequence = max(self._sequence, self._read_u64(_SEQUENCE_AT)) + 1
+        page = dataclasses.replace(header, sequence=0).pack()
+        self.view[: len(page)] = page
+        self._write_u64(_SEQUENCE_AT, sequence)
+
+    def refuse(self) -> None:
+        """Mark the slot torn for good: nobody will restore from it."""
+        self.begin()
+
+    def set_hold(self, hold: bool) -> None:
+        _FLAGS.pack_into(self._map, _FLAGS_AT, FLAG_HOLD if hold else 0)
+
+    # --- sections ---------------------------------------------------------------------------------
+
+    def manifest(self, header: SlotHeader) -> Manifest:
+        """Raises: ReplicaCorrupt if it fails its checksum."""
+        text = self._section(header.manifest_offset, header.manifest_length)
+        if xxhash.xxh3_64_intdigest(text) != header.manifest_checksum:
+            raise ReplicaCorrupt(f"{self.path}: the manifest fails its checksum")
+        return Manifest.from_json(bytes(text))
+
+    def objects(self, header: SlotHeader) -> bytes:
+        """Raises: ReplicaCorrupt if it fails its checksum."""
+        text = self._section(header.objects_offset, header.objects_length)
+        if xxhash.xxh3_64_intdigest(text) != header.objects_checksum:
+            raise ReplicaCorrupt(f"{self.path}: the object state fails its checksum")
+        return bytes(text)
+
+    def payload(self, header: SlotHeader) -> memoryview:
+        return self._section(header.payload_offset, header.payload_length)
+
+    def item_checksums(self, manifest: Manifest, header: SlotHeader) -> list[int]:
+        """xxh3_64 of every item's bytes as they are now, in manifest order."""
+        payload = self.payload(header)
+        return [xxhash.xxh3_64_intdigest(payload[i.offset : i.offset + i.length]) for i in manifest.items]
+
+    def stored_checksums(self, header: SlotHeader) -> list[int]:
+        """The checksum table. Raises: ReplicaCorrupt if it fails its own checksum."""
+        table = self._section(header.checksums_offset, 8 * header.num_items)
+        if _nonzero(xxhash.xxh3_64_intdigest(table)) != header.sealed:
+            raise ReplicaCorrupt(f"{self.path}: the checksum table fails its checksum")
+        return [value for (value,) in _U64.iter_unpack(table)]
+
+    def seal(self, manifest: Manifest, header: SlotHeader) -> None:
+        """Fill in the checksum table from the payload as it is now, then mark the slot sealed."""
+        table = b"".join(_U64.pack(value) for value in self.item_checksums(manifest, header))
+        self.view[header.checksums_offset : header.checksums_offset + len(table)] = table
+        self._write_u64(_SEALED_AT, _nonzero(xxhash.xxh3_64_intdigest(table)))
+
+    def verify(self, header: SlotHeader | None = None) -> tuple[SlotHeader, Manifest]:
+        """Check everything there is to check, every byte of a sealed payload included.
+
+        Raises:
+            ReplicaCorrupt: torn, truncated, or a checksum fails; the message names the tensor.
+        """
+        header = header or self.header()
+        if not header.complete:
+            raise ReplicaCorrupt(f"{self.path}: torn slot (its writer died before the commit)")
+        manifest = self.manifest(header)
+        self.objects(header)
+        if header.sealed:
+            stored = self.stored_checksums(header)
+            actual = self.item_checksums(manifest, header)
+            for item, want, got in zip(manifest.items, stored, actual, strict=True):
+                if want != got:
+                    raise ReplicaCorrupt(f"{self.path}: tensor {item.name!r} fails its checksum")
+        return header, manifest
+
+    def close(self) -> None:
+        """Unmap. The caller holds no view or tensor over the mapping any more."""
+        self.view.release()
+        self._map.close()
+        os.close(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def try_lock(self, *, shared: bool = False) -> bool:
+        """Take the file's flock without waiting: exclusive for a writer, shared to keep writers away."""
+        try:
+            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _section(self, offset: int, length: int) -> memoryview:
+        if offset + length > self.capacity:
+            raise ReplicaCorrupt(f"{self.path}: truncated slot")
+        return self.view[offset : offset + length]
+
+    def _read_u64(self, at: int) -> int:
+        value: int = _U64.unpack_from(self._map, at)[0]
+        return value
+
+    def _write_u64(self, at: int, value: int) -> None:
+        _U64.pack_into(self._map, at, value)
+
+
+def _nonzero(checksum: int) -> int:
+    return checksum or 1  # 0 says "unsealed"
+
+
+def build_header(
+    *, manifest_text: bytes, num_items: int, payload_length: int, objects: bytes,
+    round: int, iteration: int, owner: int, world_size: int, hold: bool = False, now: float | None = None,
+) -> SlotHeader:  # fmt: skip
+    """The header of a slot with these sections, at the offsets that `layout` gives."""
+    m_off, c_off, p_off, o_off = layout(len(manifest_text), num_items, payload_length)
+    return SlotHeader(
+        round=round, iteration=iteration, owner=owner, world_size=world_size,
+        manifest_offset=m_off, manifest_length=len(manifest_text), checksums_offset=c_off,
+        num_items=num_items, payload_offset=p_off, payload_length=payload_length,
+        objects_offset=o_off, objects_length=len(objects),
+        manifest_checksum=xxhash.xxh3_64_intdigest(manifest_text),
+        objects_checksum=xxhash.xxh3_64_intdigest(objects),
+        written_at=time.time() if now is None else now, flags=FLAG_HOLD if hold else 0,
+    )  # fmt: skip
+
+
+def seal_file(path: Path) -> SlotHeader:
+    """Seal the complete slot at `path` if it is not sealed yet, and return its header.
+
+    For slots whose writer is dead. Raises: ReplicaCorrupt as `Slot.verify`.
+    """
+    slot = Slot(path, writable=True)
+    try:
+        header = slot.header()
+        if not header.complete:
+            raise ReplicaCorrupt(f"{path}: torn slot (its writer died before the commit)")
+        if not header.sealed:
+            slot.seal(slot.manifest(header), header)
+        return slot.header()
+    finally:
+        slot.close()
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that an ordinary user can still allocate in the file system of `directory`."""
+    stats = os.statvfs(directory)
+    return stats.f_bavail * stats.f_frsize

@@ -1,0 +1,1 @@
+"""Pure decisions: no torch, no I/O, no threads, no clock. `now` is always an argument."""

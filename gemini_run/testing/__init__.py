@@ -1,0 +1,1 @@
+"""Shared by the tests, the demo and the benches: local nodes, faults."""

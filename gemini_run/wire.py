@@ -1,0 +1,199 @@
+"""All that two processes agree on: variable names, paths, store keys, exit codes, messages.
+
+Nothing here acts. A name used by more than one process has its one home in this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gemini_run.ids import safe_name
+
+# --- environment ---------------------------------------------------------------------------------
+
+ENV_RUN_HOME = "GEMINI_RUN_HOME"  #: user: where runs keep run.json, events and logs
+ENV_WORKER = "GEMINI_WORKER"  #: agent -> worker: WorkerContext as JSON, new in every round
+ENV_BOOT = "GEMINI_BOOT"  #: agent -> bootstrap: how this interpreter starts (removed before __main__)
+
+EXIT_REPLAN = 87  #: a worker refused its slot: plan again, from the next source, at no cost in budget
+
+# --- run home: $GEMINI_RUN_HOME/runs/<run id>/ -----------------------------------------------------
+
+
+def run_home() -> Path:
+    """``$GEMINI_RUN_HOME``, else ``$XDG_STATE_HOME/gemini-run``, else ``~/.local/state/gemini-run``."""
+    if home := os.environ.get(ENV_RUN_HOME):
+        return Path(home)
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(state) / "gemini-run"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPaths:
+    """Every file name of one run's directory."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, run_id: str, home: Path | None = None) -> RunPaths:
+        return cls((home or run_home()) / "runs" / safe_name(run_id))
+
+    @property
+    def run_json(self) -> Path:
+        """Facts fixed at the start: id, command line, configuration, hosts."""
+        return self.root / "run.json"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    def node_json(self, node_id: str) -> Path:
+        """A node's own status, replaced atomically by its agent about once a second."""
+        return self.nodes / f"{node_id}.json"
+
+
+# --- host memory: <base>/gemini-run-<uid>/<run id>/<node id>/ --------------------------------------
+
+DEFAULT_MEMORY_BASE = Path("/dev/shm")
+
+
+def memory_root(base: Path = DEFAULT_MEMORY_BASE) -> Path:
+    return base / f"gemini-run-{os.getuid()}"
+
+
+def run_memory(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> Path:
+    return memory_root(base) / safe_name(run_id)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPaths:
+    """Every file name of one node's host memory."""
+
+    root: Path
+
+    @property
+    def node_json(self) -> Path:
+        return self.root / "node.json"
+
+    @property
+    def lock(self) -> Path:
+        """flock()ed by the living agent; a directory whose lock is free can be adopted."""
+        return self.root / "lock"
+
+    @property
+    def slots(self) -> Path:
+        return self.root / "slots"
+
+    @property
+    def beacons(self) -> Path:
+        return self.root / "beacons"
+
+    def slot(self, owner: int, index: int) -> Path:
+        """Slot `index` of the shard owned by global rank `owner` (own shard or a peer's replica)."""
+        return self.slots / f"r{owner:05d}.{index}"
+
+    def beacon(self, local_rank: int) -> Path:
+        return self.beacons / f"l{local_rank:03d}"
+
+
+# --- keys in the round's store (a fresh TCPStore per round) ----------------------------------------
+
+
+def key_group(group: int, local_rank: int) -> str:
+    """Prefix under which one checkpoint process group finds itself."""
+    return f"gemini/pg/{group}/{local_rank}"
+
+
+def key_commit_count(iteration: int) -> str:
+    """Counter: how many ranks hold `iteration` (own slot and received replicas) complete."""
+    return f"gemini/commit/{iteration}/count"
+
+
+def key_commit(iteration: int) -> str:
+    """CommitRecord as JSON: set once by rank 0 when every rank has counted itself."""
+    return f"gemini/commit/{iteration}/done"
+
+
+KEY_LEFT = "gemini/left"  #: set when a rank stops checkpointing for good: waiting for it is useless
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitRecord:
+    """What rank 0 says when an iteration is complete on every rank.
+
+    Attributes:
+        iteration: the committed iteration.
+        next_iteration: the next one to snapshot (known to all before anyone reaches it).
+        next_durable: hold that next one's slots for the durable tier.
+    """
+
+    iteration: int
+    next_iteration: int
+    next_durable: bool
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> CommitRecord:
+        return cls(**json.loads(text))
+
+
+# --- agent -> worker -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What the agent tells a worker of one round (``GEMINI_WORKER``). Ranks come from torchrun's
+    own variables (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE)."""
+
+    run_id: str
+    run_dir: str  #: RunPaths.root, for events
+    round: int  #: restart generation, equal on all nodes; fencing token of slots
+    node_id: str
+    node_rank: int
+    num_nodes: int
+    memory_dir: str  #: MemoryPaths.root of this node
+    store_host: str  #: this round's store
+    store_port: int
+    replicas: int  #: copies of a shard including the local one (m)
+    snapshot_interval: int  #: iterations between snapshots, 1 = every iteration
+    durable_iterations: int | None  #: hold every n-th iteration for the durable tier
+    durable_seconds: float | None  #: or one each so many seconds
+    restore_iteration: int | None  #: the slot to restore from, None = fresh start
+    restore_source: str  #: "local" | "peer" | "durable" | "none": what made that slot complete here
+    lost_iterations: int = 0  #: finished before the failure, to be repeated
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerContext:
+        raw: dict[str, Any] = json.loads(text)
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{k: v for k, v in raw.items() if k in known})
+
+    @classmethod
+    def from_env(cls) -> WorkerContext | None:
+        """The context of this process, or None outside gemini-run."""
+        text = os.environ.get(ENV_WORKER)
+        return cls.from_json(text) if text else None
+
+
+# --- agent <-> agent (HTTP) ------------------------------------------------------------------------
+
+HTTP_SLOT = "/v1/slots/{owner}/{iteration}"  #: GET with Range: raw bytes of a complete slot file
+HTTP_RPC = "/v1/rpc/{name}"  #: POST JSON -> JSON
+HTTP_WATCH = "/v1/watch"  #: GET: a stream that ends when the agent does
