@@ -166,7 +166,9 @@ def _address(data: Any) -> int:
 def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the strides fill memory without gaps in some order of the dimensions."""
     expected = 1
-    for size, step in sorted(((s, t) for s, t in zip(shape, stride, strict=True) if s != 1), key=lambda d: d[1]):
+    for size, step in sorted(
+        ((s, t) for s, t in zip(shape, stride, strict=True) if s != 1), key=lambda d: d[1]
+    ):
         if step != expected:
             return False
         expected *= size

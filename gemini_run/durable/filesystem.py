@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gemini_run.durable.tier import PROBE_NAME, DurableTier, ObjectMissing, Source
@@ -30,7 +30,9 @@ class FilesystemTier(DurableTier):
             self.root.mkdir(parents=True, exist_ok=True)
             self.put_bytes(name, data)
             if self.get_bytes(name) != data:
-                raise DurableError(f"durable tier {self.location}: a probe read back differs from what was written")
+                raise DurableError(
+                    f"durable tier {self.location}: a probe read back differs from what was written"
+                )
             self.delete([name])
         except (OSError, DurableError) as error:
             cause = error.strerror if isinstance(error, OSError) else str(error)
@@ -95,16 +97,11 @@ class FilesystemTier(DurableTier):
             os.close(descriptor)
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        # Only the folder that the prefix names is walked, not the whole location.
-        base = self.root / prefix.rpartition("/")[0]
         found: dict[str, int] = {}
-        for folder, _, names in os.walk(base):
-            for file in names:
-                path = Path(folder) / file
-                name = path.relative_to(self.root).as_posix()
-                if name.startswith(prefix) and not file.endswith(_PART_SUFFIX):
-                    with contextlib.suppress(FileNotFoundError):  # pruned by someone meanwhile
-                        found[name] = path.stat().st_size
+        for name in self._walk(prefix):
+            if not name.endswith(_PART_SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # pruned by someone meanwhile
+                    found[name] = (self.root / name).stat().st_size
         return dict(sorted(found.items()))
 
     def delete(self, names: Iterable[str]) -> None:
@@ -117,11 +114,20 @@ class FilesystemTier(DurableTier):
             self._drop_empty(path.parent)
 
     def clean(self, prefix: str) -> None:
-        folder = self.root / prefix
-        for part in folder.glob(f"*{_PART_SUFFIX}"):
-            with contextlib.suppress(OSError):  # only space: the next cleaning tries again
-                part.unlink()
-        self._drop_empty(folder)
+        for name in list(self._walk(prefix)):
+            if name.endswith(_PART_SUFFIX):
+                with contextlib.suppress(OSError):  # only space: the next cleaning tries again
+                    (self.root / name).unlink()
+                self._drop_empty((self.root / name).parent)
+
+    def _walk(self, prefix: str) -> Iterator[str]:
+        """Names of files that start with `prefix`. Folders that cannot hold one are not entered: the
+        user's directory may hold a great deal besides."""
+        for folder, below, files in os.walk(self.root):
+            here = Path(folder).relative_to(self.root).as_posix()
+            base = "" if here == "." else f"{here}/"
+            below[:] = [b for b in below if _meet(f"{base}{b}/", prefix)]
+            yield from (base + file for file in files if (base + file).startswith(prefix))
 
     def _drop_empty(self, folder: Path) -> None:
         if folder != self.root:
@@ -130,6 +136,10 @@ class FilesystemTier(DurableTier):
 
     def _error(self, what: str, error: OSError) -> DurableError:
         return DurableError(f"durable tier {self.location}: {what}: {error.strerror or error}")
+
+
+def _meet(folder: str, prefix: str) -> bool:
+    return folder.startswith(prefix) or prefix.startswith(folder)
 
 
 def _sync_directory(folder: Path) -> None:

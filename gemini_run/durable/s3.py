@@ -91,7 +91,9 @@ class S3Tier(DurableTier):
         except (BotoCoreError, ClientError) as error:
             raise self._error("the bucket cannot be used", error) from error
         if back != data:
-            raise DurableError(f"durable tier {self.location}: a probe read back differs from what was written")
+            raise DurableError(
+                f"durable tier {self.location}: a probe read back differs from what was written"
+            )
 
     def put_file(self, name: str, source: Source, stop: threading.Event | None = None) -> None:
         if source.size <= self.part_bytes:
@@ -189,7 +191,9 @@ class S3Tier(DurableTier):
         if code == "NoSuchBucket":
             cause = f"no such bucket {self._bucket!r} at {self._endpoint}: create it, or name another with --durable"
         elif isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-            cause = "no AWS credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
+            cause = (
+                "no AWS credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
+            )
         elif code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"):
             cause = f"{self._endpoint} does not accept the AWS credentials ({code}): correct or renew them"
         elif code in ("AccessDenied", "403", "Forbidden"):

@@ -115,7 +115,7 @@ class DurableTier(abc.ABC):
 
     @abc.abstractmethod
     def clean(self, prefix: str) -> None:
-        """Remove what transfers that were cut off left below `prefix` (a name ending in ``/``)."""
+        """Remove what cut-off transfers of names that start with `prefix` left. None may be in flight."""
 
     def _check(self, stop: threading.Event | None = None) -> None:
         if self._cancelled.is_set() or (stop is not None and stop.is_set()):
