@@ -20,6 +20,7 @@ ENV_WORKER = "GEMINI_WORKER"  #: agent -> worker: WorkerContext as JSON, new in 
 ENV_BOOT = "GEMINI_BOOT"  #: agent -> bootstrap: how this interpreter starts (removed before __main__)
 
 EXIT_REPLAN = 87  #: a worker refused its slot: plan again, from the next source, at no cost in budget
+EXIT_FATAL = 88  #: a worker met what no restart can mend (and has said it in one line): end the run
 
 # --- run home: $GEMINI_RUN_HOME/runs/<run id>/ -----------------------------------------------------
 
@@ -100,6 +101,11 @@ class MemoryPaths:
     def beacons(self) -> Path:
         return self.root / "beacons"
 
+    @property
+    def imports(self) -> Path:
+        """Third-party modules that this run's script was seen to import (a JSON list), for the next zygote."""
+        return self.root / "imports.json"
+
     def slot(self, owner: int, index: int) -> Path:
         """Slot `index` of the shard owned by global rank `owner` (own shard or a peer's replica)."""
         return self.slots / f"r{owner:05d}.{index}"
@@ -121,8 +127,13 @@ def key_commit_count(iteration: int) -> str:
     return f"gemini/commit/{iteration}/count"
 
 
+def key_commit_record(iteration: int) -> str:
+    """CommitRecord as JSON, set by rank 0 before it counts itself."""
+    return f"gemini/commit/{iteration}/record"
+
+
 def key_commit(iteration: int) -> str:
-    """CommitRecord as JSON: set once by rank 0 when every rank has counted itself."""
+    """The same record, set by the last rank to count itself: `iteration` is committed."""
     return f"gemini/commit/{iteration}/done"
 
 
@@ -131,7 +142,7 @@ KEY_LEFT = "gemini/left"  #: set when a rank stops checkpointing for good: waiti
 
 @dataclasses.dataclass(frozen=True)
 class CommitRecord:
-    """What rank 0 says when an iteration is complete on every rank.
+    """What all ranks learn when an iteration is complete on every rank; rank 0 decides its content.
 
     Attributes:
         iteration: the committed iteration.

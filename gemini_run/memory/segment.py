@@ -235,9 +235,7 @@ class Beacon:
         try:
             if writable:
                 os.ftruncate(descriptor, 4096)
-            self._map = mmap.mmap(
-                descriptor, 4096, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            )
+            self._map = mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         finally:
             os.close(descriptor)
 

@@ -220,6 +220,11 @@ class Slot:
         """Mark the slot torn for good: nobody will restore from it."""
         self.begin()
 
+    def header_hold(self) -> bool:
+        """Whether a complete slot is held for the durable tier, read without parsing the header."""
+        flags: int = _FLAGS.unpack_from(self._map, _FLAGS_AT)[0]
+        return bool(flags & FLAG_HOLD) and self._read_u64(_SEQUENCE_AT) > 0
+
     def set_hold(self, hold: bool) -> None:
         _FLAGS.pack_into(self._map, _FLAGS_AT, FLAG_HOLD if hold else 0)
 
@@ -348,6 +353,27 @@ def seal_file(path: Path) -> SlotHeader:
         return slot.header()
     finally:
         slot.close()
+
+
+def set_file_hold(path: Path, iteration: int, hold: bool) -> bool:
+    """Set or clear FLAG_HOLD of the complete slot at `path` without mapping it.
+
+    Returns: False, with nothing changed, if the file does not (any more) hold `iteration`.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0))
+        if not header.complete or header.iteration != iteration:
+            return False
+        os.pwrite(descriptor, _FLAGS.pack(FLAG_HOLD if hold else 0), _FLAGS_AT)
+        return True
+    except ReplicaCorrupt:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def free_bytes(directory: Path) -> int:

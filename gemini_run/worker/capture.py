@@ -1,0 +1,245 @@
+"""Snapshots: the state at an iteration boundary, copied into a slot on the training thread.
+
+On CPUs the copy is synchronous: beside a busy core a later copy gains nothing, and nothing can change
+the state meanwhile. Checksums come afterwards, on the commit thread, from bytes that no longer change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+
+import torch
+
+from gemini_run.errors import MemoryFull
+from gemini_run.memory.slots import Slot, build_header, free_bytes, layout
+from gemini_run.plan.manifest import Manifest, aligned
+from gemini_run.wire import MemoryPaths
+from gemini_run.worker import codec
+from gemini_run.worker.codec import Json
+from gemini_run.worker.components import Component
+from gemini_run.worker.layout import PlanBuilder, Source, StructureChanged, address_of, flat_bytes, local_of, plain
+
+OBJECTS_RESERVE = 64 * 1024  #: bytes; room for the object state to grow before a slot is remade
+STRUCTURE_RESERVE = 256  #: bytes of manifest for a tensor that the first step will make
+
+
+class Plan:
+    """What to copy where; built once, valid while the structure of the state is.
+
+    Attributes:
+        manifest: of this shard; `manifest_text` its JSON.
+        static: JSON of the components' static parts.
+    """
+
+    def __init__(self, components: Sequence[Component], owner: int, world_size: int, local_world: int) -> None:
+        builder = PlanBuilder()
+        static = {component.name: component.build(builder) for component in components}
+        self._fixed = len(builder.items)  # items from here on are found anew, by name, at each snapshot
+        for component in components:
+            component.dynamic(lambda tensor, path: builder.add(path, tensor, share=False))
+        self._by_name = builder.by_name
+        self._items = builder.items
+        self.sources: list[Source] = builder.sources
+        self.manifest = Manifest(owner, world_size, local_world, tuple(builder.items))
+        self.manifest_text = self.manifest.to_json()
+        self.static = json.dumps(static, separators=(",", ":")).encode()
+
+    def refresh(self, components: Sequence[Component]) -> dict[str, Json]:
+        """Check that the plan still fits and return the dynamic parts as they are now.
+
+        Raises:
+            StructureChanged: build a new plan.
+        """
+        for component in components:
+            component.check()
+        pending = set(range(self._fixed, len(self._items)))
+
+        def sink(tensor: torch.Tensor, path: str) -> Json:
+            index = self._by_name.get(path, -1)
+            local = local_of(tensor)
+            # A second tensor under one path (a name like "x#") cannot be told apart: rebuild, it is rare.
+            if index not in pending or not self._same_layout(index, local):
+                raise StructureChanged(path)
+            pending.discard(index)
+            source = self.sources[index]
+            source.tensor, source.pointer = local, local.data_ptr()
+            leaf: Json = {"$tensor": index}
+            if local.device.type != "cpu":
+                leaf["device"] = local.device.type
+            return leaf
+
+        dynamic = {component.name: component.dynamic(sink) for component in components}
+        if pending:
+            raise StructureChanged("a tensor is gone")
+        return dynamic
+
+    def _same_layout(self, index: int, local: torch.Tensor) -> bool:
+        item = self._items[index]
+        return f"torch.{item.dtype}" == str(local.dtype) and item.shape == tuple(local.shape)
+
+
+class Snapshotter:
+    """Owns this rank's own slots and writes snapshots into them.
+
+    Not thread-safe; `snapshot` runs on the training thread. The commit thread only reads the slot it was
+    handed, until it has said that the iteration is committed.
+    """
+
+    def __init__(
+        self, components: Sequence[Component], paths: MemoryPaths, *, owner: int, world_size: int,
+        local_world_size: int, round: int, replicas: int,
+    ) -> None:  # fmt: skip
+        self._components = components
+        self._paths = paths
+        self._owner = owner
+        self._world_size = world_size
+        self._local_world = local_world_size
+        self._round = round
+        self._replicas = replicas
+        self._plan: Plan | None = None
+        self._slots: dict[int, Slot] = {}
+        self._addresses: dict[int, int] = {}
+        self._iterations: dict[int, int] = {}
+        self.state_bytes = 0
+
+    def adopt(self, index: int, slot: Slot, iteration: int) -> None:
+        """The slot that this rank restored from: kept until a newer iteration is committed."""
+        self._slots[index] = slot
+        self._addresses[index] = address_of(slot.view)
+        self._iterations[index] = iteration
+
+    def preflight(self) -> None:
+        """Make room for two slots now, before the first step, with what the optimizers will add.
+
+        Raises:
+            MemoryFull: the node's memory cannot hold the slots of its ranks and of the peers' replicas.
+            UnsupportedState: something in the state cannot be captured bit for bit.
+        """
+        plan = self._current_plan()[0]
+        expected = sum(component.expected_bytes() for component in self._components)
+        expected = max(plan.manifest.payload_length, expected + aligned(len(plan.manifest.items) * 64))
+        manifest_length = 2 * len(plan.manifest_text) + STRUCTURE_RESERVE * len(plan.manifest.items)
+        capacity = self._capacity(manifest_length, 4 * len(plan.manifest.items), expected)
+        free = free_bytes(self._paths.slots)
+        present = sum(p.stat().st_size for p in self._paths.slots.iterdir() if not p.name.startswith("."))
+        needed = 2 * self._replicas * self._local_world * capacity
+        if needed > free + present:
+            raise MemoryFull(
+                f"host memory is too small for the checkpoints of this node: {needed / 2**20:.0f} MiB needed "
+                f"(2 slots x {self._replicas} replicas x {self._local_world} workers x "
+                f"{capacity / 2**20:.1f} MiB), {(free + present) / 2**20:.0f} MiB free in {self._paths.slots}: "
+                "enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes emptyDir with "
+                "medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
+                needed_bytes=needed,
+                free_bytes=free + present,
+            )
+        for index in (0, 1):
+            if index not in self._slots:
+                self._room(index, capacity)
+
+    def snapshot(self, iteration: int, *, keep: int, hold: bool) -> Slot:
+        """Copy the state, commit the slot (unsealed) and return it, locked against other writers.
+
+        Args:
+            iteration: number of finished iterations.
+            keep: the newest committed iteration; its slot is not touched.
+            hold: mark the slot as wanted by the durable tier.
+
+        Raises:
+            MemoryFull: the state grew and there is no room; the kept slot is intact.
+            UnsupportedState: the state changed into something that cannot be captured.
+        """
+        plan, dynamic = self._current_plan()
+        objects = codec.pack_objects(iteration, plan.static, dynamic)
+        manifest = plan.manifest
+        header = build_header(
+            manifest_text=plan.manifest_text, num_items=len(manifest.items),
+            payload_length=manifest.payload_length, objects=objects, round=self._round,
+            iteration=iteration, owner=self._owner, world_size=self._world_size, hold=hold,
+        )  # fmt: skip
+        index, slot = self._writable(keep, header.end)
+        self._iterations.pop(index, None)
+        slot.begin()
+        self._copy(plan.sources, slot, self._addresses[index] + header.payload_offset, header.payload_offset)
+        view = slot.view
+        view[header.objects_offset : header.objects_offset + len(objects)] = objects
+        view[header.manifest_offset : header.manifest_offset + header.manifest_length] = plan.manifest_text
+        slot.commit(header)
+        self._iterations[index] = iteration
+        self.state_bytes = manifest.payload_length
+        return slot
+
+    @property
+    def manifest(self) -> Manifest:
+        if self._plan is None:
+            raise RuntimeError("no snapshot was taken yet")
+        return self._plan.manifest
+
+    def _current_plan(self) -> tuple[Plan, dict[str, Json]]:
+        if self._plan is not None:
+            try:
+                return self._plan, self._plan.refresh(self._components)
+            except StructureChanged:
+                pass  # e.g. the first step made the optimizer's state
+        self._plan = Plan(self._components, self._owner, self._world_size, self._local_world)
+        try:
+            return self._plan, self._plan.refresh(self._components)
+        except StructureChanged as error:
+            raise RuntimeError(f"the state changes while it is looked at: {error}") from error
+
+    def _copy(self, sources: Sequence[Source], slot: Slot, base: int, payload_offset: int) -> None:
+        memmove = ctypes.memmove
+        for source in sources:
+            if not source.length:
+                continue
+            tensor = source.tensor
+            if tensor.device.type != "cpu":
+                target = torch.frombuffer(
+                    slot.view, dtype=torch.uint8, count=source.length, offset=payload_offset + source.offset
+                )
+                target.copy_(flat_bytes(tensor if source.dense else plain(tensor)))
+            elif source.dense:
+                memmove(base + source.offset, source.pointer, source.length)
+            else:
+                copied = plain(tensor)
+                memmove(base + source.offset, copied.data_ptr(), source.length)
+
+    def _writable(self, keep: int, needed: int) -> tuple[int, Slot]:
+        """A slot that holds neither iteration `keep` nor one the durable tier wants, with room, locked."""
+        index = 0
+        while True:
+            slot = self._slots.get(index)
+            if slot is None:
+                slot = self._room(index, needed + OBJECTS_RESERVE)
+            free = self._iterations.get(index) != keep and not slot.header_hold()
+            if free and slot.try_lock():
+                if slot.capacity >= needed:
+                    return index, slot
+                slot.unlock()
+                self._slots.pop(index)
+                slot = self._room(index, needed + OBJECTS_RESERVE)
+                slot.try_lock()
+                return index, slot
+            index += 1
+
+    def _room(self, index: int, capacity: int) -> Slot:
+        path = self._paths.slot(self._owner, index)
+        slot: Slot | None = None
+        if path.exists():
+            old = Slot(path, writable=True)
+            # A slot of another size is remade; one that fits is taken over, its pages already there.
+            if capacity <= old.capacity <= 2 * capacity:
+                slot = old
+            else:
+                old.close()
+        if slot is None:
+            path.unlink(missing_ok=True)
+            slot = Slot.create(path, capacity)
+        self._slots[index] = slot
+        self._addresses[index] = address_of(slot.view)
+        return slot
+
+    def _capacity(self, manifest_length: int, num_items: int, payload_length: int) -> int:
+        return layout(manifest_length, num_items, payload_length)[3] + OBJECTS_RESERVE

@@ -1,0 +1,241 @@
+"""The explicit API: `Checkpointer`. Everything automatic is built on it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from gemini_run.errors import GeminiError, ReplicaCorrupt
+from gemini_run.peers.group import form
+from gemini_run.peers.transport import Exchange
+from gemini_run.plan.placement import placement
+from gemini_run.terminal import say
+from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
+from gemini_run.worker.beacon import Progress
+from gemini_run.worker.capture import Snapshotter
+from gemini_run.worker.commit import Committer, Job, Schedule
+from gemini_run.worker.components import components_of
+from gemini_run.worker.restore import restore
+
+_JOIN_TIMEOUT = timedelta(minutes=30)  # members reach their first boundary at their own pace
+_CLOSE_SECONDS = 60.0
+_NOTICE_SECONDS = 30.0
+
+
+class Checkpointer:
+    """Checkpoints the training state at every iteration, and brings it back after a failure.
+
+    Pass everything that training changes, under names of your choice: modules, optimizers, schedulers, gradient
+    scalers, a torchdata `StatefulDataLoader`, dicts and lists of plain values, any object with
+    `state_dict()`/`load_state_dict()`. The random number generators of torch, numpy and Python are always
+    included. Every rank makes one, with the same names::
+
+        ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
+        for step in ckpt.steps(total):        # goes on at the right step after a restart
+            ...one full iteration, scheduler and scaler included...
+
+    or, with a loop of your own: ``start = ckpt.restore()``, then ``ckpt.step()`` at the end of each iteration.
+
+    Outside gemini-run (plain ``python`` or ``torchrun``) the same calls do nothing but count.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        """
+        Raises:
+            ConfigError: an argument cannot be checkpointed; the message says what to pass instead.
+        """
+        self._iteration = 0
+        self._ready = False
+        self._closed = False
+        self._context = WorkerContext.from_env()
+        self._components = components_of(objects)
+        if self._context is None:
+            return
+        self._rank = int(os.environ["RANK"])
+        self._local_rank = int(os.environ["LOCAL_RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        self._paths = MemoryPaths(Path(self._context.memory_dir))
+        self._progress = Progress(self._context, self._rank, self._local_rank)
+        self._snapshotter = Snapshotter(
+            self._components, self._paths, owner=self._rank, world_size=self._world_size,
+            local_world_size=self._local_world_size, round=self._context.round,
+            replicas=self._context.replicas,
+        )  # fmt: skip
+        self._committer: Committer | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Iterations finished so far."""
+        return self._iteration
+
+    def restore(self) -> int:
+        """Load the newest state into the live objects, in place, bit for bit.
+
+        Call it once everything that was passed exists, right before the loop. Later calls change nothing.
+
+        Returns:
+            The number of finished iterations: 0 on a fresh start, else where to go on.
+        """
+        if self._ready:
+            return self._iteration
+        self._ready = True
+        if self._context is None:
+            return 0
+        try:
+            self._begin(self._context)
+        except ReplicaCorrupt as error:
+            self._replan(error)
+        except GeminiError as error:
+            self._fatal(error)
+        return self._iteration
+
+    def step(self) -> None:
+        """Mark the end of one iteration, after optimizer, scheduler and scaler. Every rank calls it.
+
+        Once this returns the state of this iteration is safe from the death of any worker.
+        """
+        if not self._ready:
+            self.restore()
+        self._iteration += 1
+        if self._context is None or self._closed:
+            return
+        if self._iteration == self._start + 1:
+            self._progress.update(iteration=self._iteration, first_step_at=time.time())
+        else:
+            self._progress.update(iteration=self._iteration)
+        try:
+            self._boundary()
+        except GeminiError as error:
+            self._fatal(error)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The steps still to do out of `total`, with a boundary after each: restores first.
+
+        Yields:
+            The index of each step, ``restored iteration`` to ``total - 1``.
+        """
+        for step in range(self.restore(), total):
+            yield step
+            self.step()
+
+    def close(self) -> None:
+        """Wait until the last snapshot is complete on every rank. Called at exit by itself."""
+        if self._closed or self._context is None or self._committer is None:
+            return
+        self._closed = True
+        # After an exception the other ranks may never come: do not hold up the report of it.
+        crashed = getattr(sys, "last_value", None) is not None
+        if not self._committer.close(1.0 if crashed else _CLOSE_SECONDS) and not crashed:
+            say(
+                f"warning: rank {self._rank} ended before iteration {self._iteration} was complete on every "
+                f"rank; the newest complete one is {self._committer.record.iteration}"
+            )
+        self._progress.update(phase="finished")
+
+    # --- inside gemini-run ----------------------------------------------------------------------------
+
+    def _begin(self, context: WorkerContext) -> None:
+        if context.restore_iteration is not None:
+            self._progress.update(phase="restoring")
+            found = restore(self._components, self._paths, owner=self._rank, iteration=context.restore_iteration)
+            self._iteration = found.iteration
+            self._snapshotter.adopt(found.index, found.slot, found.iteration)
+            self._progress.event(
+                "restored", iteration=found.iteration, source=context.restore_source,
+                bytes=found.num_bytes, ms=round(1e3 * found.seconds, 3),
+            )  # fmt: skip
+        self._start = self._iteration
+        self._snapshotter.preflight()
+        # Threads start here and not before: restoring may be the script's first use of torch.
+        self._committer = Committer(
+            rank=self._rank, world_size=self._world_size,
+            schedule=Schedule(context, self._start, time.time()),
+            connect=self._connect, join_peers=self._join_peers,
+            on_commit=self._progress.committed, on_problem=self._stopped,
+        )  # fmt: skip
+        self._progress.update(
+            phase="training", iteration=self._iteration, snapshot=self._iteration, committed=self._iteration
+        )
+        atexit.register(self.close)
+
+    def _boundary(self) -> None:
+        committer = self._committer
+        if committer is None or committer.problem is not None:
+            return
+        if self._iteration < committer.record.next_iteration and not committer.wait(0):
+            return  # the pending snapshot is the one before; nothing is due yet
+        started = time.perf_counter()
+        if not committer.wait(_NOTICE_SECONDS):
+            say(
+                f"rank {self._rank} has waited {_NOTICE_SECONDS:.0f} s for the other ranks to finish the "
+                f"snapshot before iteration {self._iteration}: is step() called on every rank?"
+            )
+            committer.wait()
+        record = committer.record
+        if committer.problem is not None or self._iteration < record.next_iteration:
+            return
+        self._progress.update(phase="snapshot")
+        slot = self._snapshotter.snapshot(self._iteration, keep=record.iteration, hold=record.next_durable)
+        committer.submit(Job(self._iteration, slot, self._snapshotter.manifest))
+        self._progress.update(
+            phase="training", snapshot=self._iteration, stall=time.perf_counter() - started,
+            state_bytes=self._snapshotter.state_bytes,
+        )  # fmt: skip
+
+    def _connect(self) -> dist.Store:
+        context = self._context
+        if context is None:
+            raise RuntimeError("outside gemini-run there is no store")
+        return dist.TCPStore(
+            context.store_host, context.store_port, is_master=False, wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+        )  # fmt: skip
+
+    def _join_peers(self, store: dist.Store) -> Exchange | None:
+        context = self._context
+        if context is None or context.replicas < 2:
+            return None
+        plan = placement(context.num_nodes, context.replicas)
+        group = next(i for i, members in enumerate(plan.groups) if context.node_rank in members)
+        first_ranks = tuple(node * self._local_world_size for node in range(context.num_nodes))
+        peers = form(
+            plan, node_rank=context.node_rank, local_rank=self._local_rank, first_ranks=first_ranks,
+            store=store, prefix=key_group(group, self._local_rank), store_host=context.store_host,
+            timeout=_JOIN_TIMEOUT,
+        )  # fmt: skip
+        if peers is None:
+            return None
+        return Exchange(peers, self._paths, round=context.round, timeout=_JOIN_TIMEOUT)
+
+    def _stopped(self, reason: str) -> None:
+        self._progress.event("snapshots_stopped", iteration=self._iteration, reason=reason)
+        say(
+            f"warning: rank {self._rank} takes no more snapshots in this round after iteration "
+            f"{self._iteration}: {reason}"
+        )
+
+    def _replan(self, error: ReplicaCorrupt) -> NoReturn:
+        self._progress.event("replica_refused", reason=str(error))
+        say(f"rank {self._rank} refuses its checkpoint, the next source is taken: {error}")
+        _leave(EXIT_REPLAN)
+
+    def _fatal(self, error: GeminiError) -> NoReturn:
+        self._progress.event("worker_error", error=type(error).__name__, reason=str(error))
+        say(f"error: rank {self._rank}: {error}")
+        _leave(EXIT_FATAL)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once: peers may be inside collectives, and nothing here is worth finishing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,207 @@
+"""The commit thread: seals a snapshot, replicates it to peers, and learns when every rank has done so.
+
+Group commit: each rank counts itself in the round's store once its own slot and the replicas it receives are
+complete; the last one publishes the record that rank 0 wrote, so one message tells everybody both that the
+iteration is safe and which one is next. A rank always keeps its newest committed slots and writes only into
+others, so at any moment there is an iteration that is complete everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from gemini_run.errors import GeminiError, PeerLost
+from gemini_run.memory.slots import Slot
+from gemini_run.peers.transport import Exchange
+from gemini_run.plan.manifest import Manifest
+from gemini_run.wire import (
+    KEY_LEFT,
+    CommitRecord,
+    WorkerContext,
+    key_commit,
+    key_commit_count,
+    key_commit_record,
+)
+
+#: How long this rank waits for the others to reach an iteration. As long as c10d's own collectives wait: one
+#: rank may evaluate for minutes while the others are done with the step.
+PATIENCE_SECONDS = 1800.0
+_POLL = timedelta(seconds=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A snapshot handed over by the training thread."""
+
+    iteration: int
+    slot: Slot
+    manifest: Manifest
+
+
+class Schedule:
+    """Rank 0's decisions: which iteration is snapshot next, and whether the durable tier wants it."""
+
+    def __init__(self, context: WorkerContext, start: int, now: float) -> None:
+        self._interval = context.snapshot_interval
+        self._iterations = context.durable_iterations
+        self._seconds = context.durable_seconds
+        self._last_durable_at = now
+        self.first = CommitRecord(start, start + self._interval, self._due_by_count(start))
+
+    def after(self, iteration: int, now: float) -> CommitRecord:
+        """The record to publish with `iteration`."""
+        durable = self._due_by_count(iteration)
+        if self._seconds is not None and now - self._last_durable_at >= self._seconds:
+            durable = True
+            self._last_durable_at = now
+        return CommitRecord(iteration, iteration + self._interval, durable)
+
+    def _due_by_count(self, iteration: int) -> bool:
+        every = self._iterations
+        return every is not None and (iteration + self._interval) // every > iteration // every
+
+
+class Committer:
+    """Owner of the commit thread. All methods are called from the training thread.
+
+    Attributes:
+        record: of the newest committed iteration; says what comes next.
+        problem: why checkpointing stopped, None while it works.
+    """
+
+    def __init__(
+        self, *, rank: int, world_size: int, schedule: Schedule, connect: Callable[[], dist.Store],
+        join_peers: Callable[[dist.Store], Exchange | None], on_commit: Callable[[int], None],
+        on_problem: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            connect: opens this thread's own connection to the round's store.
+            join_peers: forms the checkpoint process group (blocks for the other members).
+            on_commit: called with each committed iteration, on the commit thread.
+            on_problem: called once if checkpointing stops, on the commit thread.
+        """
+        self._rank = rank
+        self._world_size = world_size
+        self._schedule = schedule
+        self._connect = connect
+        self._join_peers = join_peers
+        self._on_commit = on_commit
+        self._on_problem = on_problem
+        self._changed = threading.Condition()
+        self._job: Job | None = None
+        self._closing = False
+        self.record = schedule.first
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._main, name="gemini-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Hand a snapshot over. The previous one must be committed (`wait`)."""
+        with self._changed:
+            if self._job is not None:
+                raise RuntimeError(f"iteration {self._job.iteration} is still being committed")
+            self._job = job
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is pending. False if `timeout` (seconds) ran out first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._job is None or self.problem is not None, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Wait for the pending commit, tell the other ranks that this one makes no more, end the thread."""
+        done = self.wait(timeout)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(min(timeout, 5.0))
+        return done and self.problem is None
+
+    # --- commit thread ------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        store: dist.Store | None = None
+        try:
+            exchange: Exchange | None = None
+            if self._world_size > 1:
+                store = self._connect()
+                exchange = self._join_peers(store)
+            while (job := self._next()) is not None:
+                self._commit(job, store, exchange)
+        except (GeminiError, RuntimeError, OSError) as error:
+            # RuntimeError: what c10d's stores and groups raise when the other side is gone.
+            with self._changed:
+                self.problem = str(error).split("\n", 1)[0] or type(error).__name__
+                self._changed.notify_all()
+            self._on_problem(self.problem)
+            return
+        if store is not None:
+            try:
+                store.add(KEY_LEFT, 1)
+            except RuntimeError:
+                pass  # the round is over and its store gone: nobody is left to wait for this rank
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._job is not None or self._closing)
+            return self._job
+
+    def _commit(self, job: Job, store: dist.Store | None, exchange: Exchange | None) -> None:
+        header = job.slot.header()
+        job.slot.seal(job.manifest, header)
+        if exchange is not None:
+            exchange.run(job.slot, job.slot.header(), keep=self.record.iteration)
+        job.slot.unlock()
+        if store is None:
+            record = self._schedule.after(job.iteration, time.time())
+        else:
+            record = self._agree(job.iteration, store)
+        with self._changed:
+            self.record = record
+            self._job = None
+            self._changed.notify_all()
+        self._on_commit(job.iteration)
+
+    def _agree(self, iteration: int, store: dist.Store) -> CommitRecord:
+        if self._rank == 0:
+            # Before counting: whoever counts last finds the record there.
+            store.set(key_commit_record(iteration), self._schedule.after(iteration, time.time()).to_json())
+        if store.add(key_commit_count(iteration), 1) == self._world_size:
+            record = store.get(key_commit_record(iteration))
+            store.set(key_commit(iteration), record)
+        else:
+            self._wait_for(key_commit(iteration), iteration, store)
+            record = store.get(key_commit(iteration))
+        if self._rank == 0:
+            # Everybody has read the record before last: they have counted themselves since.
+            previous = self.record.iteration
+            for key in (key_commit_count(previous), key_commit_record(previous), key_commit(previous)):
+                store.delete_key(key)
+        return CommitRecord.from_json(record)
+
+    def _wait_for(self, key: str, iteration: int, store: dist.Store) -> None:
+        started = time.monotonic()
+        while True:
+            try:
+                store.wait([key], _POLL)
+                return
+            except dist.DistStoreError:
+                pass  # a slice of the wait is over; a dead store raises another error
+            counted = store.add(key_commit_count(iteration), 0)
+            if store.add(KEY_LEFT, 0) > 0 and not store.check([key]):
+                raise PeerLost(
+                    f"another rank ended before iteration {iteration} "
+                    f"({counted} of {self._world_size} ranks reached it)"
+                )
+            if time.monotonic() - started > PATIENCE_SECONDS:
+                raise PeerLost(
+                    f"iteration {iteration} is complete on only {counted} of {self._world_size} ranks after "
+                    f"{PATIENCE_SECONDS:.0f} s: every rank must call step() for every iteration"
+                )

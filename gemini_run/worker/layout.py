@@ -1,0 +1,217 @@
+"""From live tensors to bytes and back: which bytes are a tensor's, and where they go in a slot's payload."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+from gemini_run.errors import GeminiError, UnsupportedState
+from gemini_run.plan.manifest import Item, Manifest, aligned
+
+
+class StructureChanged(Exception):
+    """Internal: the live state no longer has the structure of the plan; build a new one."""
+
+
+@dataclasses.dataclass(slots=True)
+class Source:
+    """One tensor to copy: where its bytes are now and where they go.
+
+    `dense`: the tensor covers its bytes without gaps or overlaps in some order of its dimensions, so the bytes
+    can be copied as they lie; otherwise a contiguous copy is made first.
+    """
+
+    tensor: torch.Tensor  #: local, detached; keeps the storage alive
+    pointer: int
+    offset: int
+    length: int
+    dense: bool
+
+
+def dtensor_of(tensor: torch.Tensor) -> Any | None:
+    """`tensor` as a DTensor, or None. Does not import torch.distributed.tensor where nobody else did."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    module = sys.modules.get("torch.distributed.tensor")
+    return tensor if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own part of `tensor`, sharing its storage."""
+    dtensor = dtensor_of(tensor)
+    if dtensor is None:
+        return tensor.detach()
+    with torch.no_grad():
+        local: torch.Tensor = dtensor.to_local()
+    return local.detach()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements cover one stretch of memory, each once, whatever the order of dimensions."""
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return size == 0
+        expected *= size
+    return True
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, conjugation and negation resolved."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in storage order, a 1-D uint8 view."""
+    line = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return line.view(torch.uint8)
+
+
+def check_supported(tensor: torch.Tensor, name: str) -> None:
+    """Raises: UnsupportedState for tensors that are not plain memory (sparse, quantized, meta, nested)."""
+    problem = None
+    if tensor.layout is not torch.strided or getattr(tensor, "is_nested", False):
+        problem = f"layout {tensor.layout}"
+    elif tensor.is_quantized:
+        problem = f"quantized dtype {tensor.dtype}"
+    elif tensor.device.type == "meta":
+        problem = "a meta tensor (it has no values yet: materialise the model first)"
+    if problem:
+        raise UnsupportedState(f"{name}: {problem} cannot be checkpointed bit for bit")
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class PlanBuilder:
+    """Collects the tensors of one shard; gives each its item and a leaf to stand for it in the object tree."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self.sources: list[Source] = []
+        self.by_name: dict[str, int] = {}
+        self._seen: dict[tuple[Any, ...], int] = {}
+        self._end = 0
+
+    def add(self, name: str, tensor: torch.Tensor, *, share: bool = True) -> dict[str, Any]:
+        """Register `tensor`; tensors over the same memory with the same layout (tied weights) share one item.
+
+        Raises:
+            UnsupportedState: the tensor is no plain memory.
+        """
+        dtensor = dtensor_of(tensor)
+        local = local_of(tensor)
+        check_supported(local, name)
+        leaf: dict[str, Any] = {"$tensor": 0}
+        if local.device.type != "cpu":
+            leaf["device"] = local.device.type
+        if dtensor is not None:
+            leaf["dtensor"] = True
+        key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device)
+        if share and local.numel() and key in self._seen:
+            leaf["$tensor"] = self._seen[key]
+            return leaf
+        index = len(self.items)
+        unique = name
+        while unique in self.by_name:
+            unique = f"{unique}#"
+        dense = is_dense(local)
+        shape = tuple(local.shape)
+        length = local.numel() * local.element_size()
+        global_shape = chunk_offsets = None
+        if dtensor is not None:
+            global_shape, chunk_offsets = _chunk_of(dtensor)
+        self.items.append(
+            Item(
+                name=unique,
+                dtype=str(local.dtype).removeprefix("torch."),
+                shape=shape,
+                stride=local.stride() if dense else contiguous_stride(shape),
+                offset=self._end,
+                length=length,
+                global_shape=global_shape,
+                chunk_offsets=chunk_offsets,
+            )
+        )
+        self.sources.append(Source(local, local.data_ptr(), self._end, length, dense))
+        self._end = aligned(self._end + length)
+        self.by_name[unique] = index
+        if share and local.numel():
+            self._seen[key] = index
+        leaf["$tensor"] = index
+        return leaf
+
+
+def _chunk_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    # Private module, public name in DCP's own planner; tests/worker pins it.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
+    return tuple(dtensor.shape), tuple(offsets)
+
+
+class PayloadReader:
+    """Tensors out of a slot's payload."""
+
+    def __init__(self, manifest: Manifest, payload: memoryview) -> None:
+        self.manifest = manifest
+        self._payload = payload
+        self._base = address_of(payload)
+
+    def fresh(self, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A new tensor with the saved dtype, shape, strides and bytes."""
+        item = self.manifest.items[index]
+        dtype = getattr(torch, item.dtype)
+        tensor = torch.empty_strided(item.shape, item.stride, dtype=dtype)
+        if item.length:
+            ctypes.memmove(tensor.data_ptr(), self._base + item.offset, item.length)
+        return tensor if torch.device(device).type == "cpu" else tensor.to(device)
+
+    def fits(self, index: int, live: torch.Tensor) -> bool:
+        """Whether the saved bytes can go into `live` as they are (up to strides)."""
+        item = self.manifest.items[index]
+        return str(live.dtype) == f"torch.{item.dtype}" and tuple(live.shape) == item.shape
+
+    def into(self, index: int, live: torch.Tensor, name: str) -> None:
+        """Overwrite the live (local) tensor in place; nothing is cast.
+
+        Raises:
+            GeminiError: dtype or shape differ from what was saved.
+        """
+        item = self.manifest.items[index]
+        if not self.fits(index, live):
+            raise GeminiError(
+                f"{name}: the checkpoint holds {item.dtype} {list(item.shape)}, the script made "
+                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}: restore needs the model that "
+                "was saved"
+            )
+        if not item.length:
+            return
+        if live.device.type == "cpu" and is_dense(live) and live.stride() == item.stride:
+            ctypes.memmove(live.data_ptr(), self._base + item.offset, item.length)
+        else:
+            with torch.no_grad():
+                live.detach().copy_(self.fresh(index))
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a memoryview's first byte."""
+    if len(view) == 0:
+        return 0
+    if view.readonly:
+        return int(torch.frombuffer(view, dtype=torch.uint8).data_ptr())
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

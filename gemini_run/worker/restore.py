@@ -1,0 +1,64 @@
+"""Restore: this rank's slot, in this node's memory, back into the live objects. There is no other way."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from gemini_run.errors import GeminiError, ReplicaCorrupt
+from gemini_run.memory.segment import scan_slots
+from gemini_run.memory.slots import Slot
+from gemini_run.wire import MemoryPaths
+from gemini_run.worker.codec import unpack_objects
+from gemini_run.worker.components import Component
+from gemini_run.worker.layout import PayloadReader
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What was restored. `slot` stays mapped and becomes the rank's kept slot."""
+
+    iteration: int
+    slot: Slot
+    index: int
+    num_bytes: int
+    seconds: float
+
+
+def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, iteration: int) -> Restored:
+    """Load iteration `iteration` of rank `owner` from this node's memory, every checksum checked first.
+
+    Raises:
+        ReplicaCorrupt: there is no such slot here, or it fails a check; it is marked refused, and nothing live
+            was changed.
+        GeminiError: the live objects are not those that were saved.
+    """
+    started = time.perf_counter()
+    slot, index = _open(paths, owner, iteration)
+    try:
+        header, manifest = slot.verify()
+        saved, static, dynamic = unpack_objects(slot.objects(header))
+        if saved != iteration:
+            raise ReplicaCorrupt(f"{slot.path}: says iteration {iteration} and holds {saved}")
+    except ReplicaCorrupt:
+        slot.refuse()
+        raise
+    names = {component.name for component in components}
+    if names != static.keys():
+        raise GeminiError(
+            f"the checkpoint was taken with Checkpointer({', '.join(sorted(static.keys() - {'rng'}))}), the "
+            f"script now gives ({', '.join(sorted(names - {'rng'}))}): give the same names"
+        )
+    reader = PayloadReader(manifest, slot.payload(header))
+    for component in components:  # generators come last: loading the others may draw from them
+        component.restore(static[component.name], dynamic[component.name], reader)
+    return Restored(iteration, slot, index, header.payload_length, time.perf_counter() - started)
+
+
+def _open(paths: MemoryPaths, owner: int, iteration: int) -> tuple[Slot, int]:
+    for info in scan_slots(paths):
+        header = info.header
+        if header and info.usable and (header.owner, header.iteration) == (owner, iteration):
+            return Slot(info.path, writable=True), int(info.path.suffix[1:])
+    raise ReplicaCorrupt(f"rank {owner}'s slot of iteration {iteration} is not in {paths.slots}")

@@ -1,0 +1,369 @@
+"""Capture then restore into freshly made objects: every bit comes back, for many kinds of state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gemini_run
+from gemini_run.errors import ConfigError
+from gemini_run.memory.segment import scan_slots
+from gemini_run.memory.slots import Slot
+from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths
+
+Step = Callable[[], torch.Tensor]
+Built = tuple[dict[str, Any], Step]
+
+
+def conv() -> Built:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.2), nn.Flatten(), nn.Linear(288, 2))
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return objects, lambda: model(torch.randn(2, 4, 8, 8)).square().sum()
+
+
+class MasterMomentum(torch.optim.Optimizer):
+    """Keeps fp32 state for bf16 parameters (which `load_state_dict` would cast), an int, a list and a None."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(momentum=torch.zeros(p.shape), count=0, trail=[], spare=None)
+                state["count"] += 1
+                state["trail"].append(p.grad.float().sum().reshape(1))
+                state["momentum"].mul_(0.9).add_(p.grad.float())
+                p.data.add_(-group["lr"] * state["momentum"].bfloat16())
+
+
+def bf16() -> Built:
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = MasterMomentum(model.parameters())
+    return {"model": model, "optimizer": optimizer}, lambda: model(torch.randn(2, 8).bfloat16()).float().square().sum()
+
+
+def lbfgs() -> Built:
+    model = nn.Linear(8, 8).double()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    return {"model": model, "optimizer": optimizer}, lambda: model(torch.randn(2, 8).double()).square().sum()
+
+
+def unused() -> Built:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {"model": model, "optimizer": optimizer}, lambda: model[0](torch.randn(2, 4)).square().sum()
+
+
+def tied() -> Built:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    groups = [{"params": list(model.parameters()), "lr": 0.01, "note": ("a", None, 1.5)}]
+    optimizer = torch.optim.Adam(groups)
+    return {"model": model, "optimizer": optimizer}, lambda: model(torch.randint(8, (8,))).square().sum()
+
+
+def compiled() -> Built:
+    model = torch.compile(nn.Linear(8, 8), backend="eager")
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    return {"model": model, "optimizer": optimizer}, lambda: model(torch.randn(2, 8)).square().sum()
+
+
+class Odd(nn.Module):
+    """Buffers of many dtypes and layouts, a non-persistent one, extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4).t())
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("fp16", torch.randn(3).half())
+        self.register_buffer("fp8", torch.randn(5).to(torch.float8_e4m3fn))
+        self.register_buffer("u16", torch.arange(4).to(torch.uint16))
+        self.register_buffer("freqs", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("none", torch.empty(0, 4))
+        self.register_buffer("scalar", torch.tensor(7))
+        self.register_buffer("view", torch.arange(12.0).view(3, 4)[:, ::2])
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for name in ("fp16", "hidden", "view"):
+            buffer = getattr(self, name)
+            buffer.copy_(torch.randn(buffer.shape))
+        self.scalar += 1
+        self.flags.logical_not_()
+        return x @ self.weight
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "pair": (1, float("inf"))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def odd() -> Built:
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    values: dict[Any, Any] = {"seen": 0, 3: [1, (2, None)]}
+    history: list[float] = []
+
+    def loss() -> torch.Tensor:
+        values["seen"] += 1
+        history.append(random.random() + float(np.random.rand()))
+        return model(torch.randn(2, 4)).square().sum()
+
+    return {"model": model, "optimizer": optimizer, "values": values, "history": history}, loss
+
+
+BUILDERS = [conv, bf16, lbfgs, unused, tied, compiled, odd]
+
+
+def train(objects: dict[str, Any], loss: Step) -> None:
+    optimizer = objects["optimizer"]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+    if "scheduler" in objects:
+        objects["scheduler"].step()
+
+
+def snapshot_of(objects: dict[str, Any]) -> list[Any]:
+    """Everything that must come back equal, as comparable values."""
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            raw = value.resolve_conj().contiguous().view(-1) if value.numel() else value
+            body = raw.view(torch.uint8).tolist() if value.numel() else []
+            return (str(value.dtype), tuple(value.shape), body)
+        if isinstance(value, dict):
+            return {k: flat(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [type(value).__name__, *map(flat, value)]
+        return repr(value)
+
+    model = objects["model"]
+    found = [flat({n: t for n, t in [*model.named_parameters(), *model.named_buffers()]})]
+    optimizer = objects["optimizer"]
+    for group in optimizer.param_groups:
+        found.append(flat({k: v for k, v in group.items() if k != "params"}))
+        found += [flat(dict(optimizer.state[p])) if p in optimizer.state else None for p in group["params"]]
+    for name in ("scheduler",):
+        if name in objects:
+            found.append(flat(objects[name].state_dict()))
+    found += [flat(objects[name]) for name in ("values", "history") if name in objects]
+    found += [flat(torch.get_rng_state()), repr(random.getstate()), repr(np.random.get_state())]
+    return found
+
+
+def fresh(build: Callable[[], Built], seed: int) -> Built:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return build()
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda b: b.__name__)
+def test_resumed_run_equals_the_uninterrupted_one(build: Callable[[], Built], as_worker: Any) -> None:
+    as_worker()
+    objects, loss = fresh(build, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    assert ckpt.restore() == 0
+    at_4: list[Any] = []
+    for _ in range(7):
+        train(objects, loss)
+        ckpt.step()
+        if ckpt.iteration == 4:
+            at_4 = snapshot_of(objects)
+            ckpt.close()  # what follows is no longer captured: the slot of 4 stays the newest
+    at_7 = snapshot_of(objects)
+
+    as_worker(round=1, restore_iteration=4, restore_source="local")
+    objects, loss = fresh(build, 2)
+    ckpt = gemini_run.Checkpointer(**objects)
+    assert ckpt.restore() == 4
+    assert snapshot_of(objects) == at_4
+    for _ in range(3):
+        train(objects, loss)
+        ckpt.step()
+    ckpt.close()
+    assert snapshot_of(objects) == at_7
+
+
+def test_tied_weights_are_stored_once_and_tied_after(as_worker: Any, memory: MemoryPaths) -> None:
+    as_worker()
+    objects, loss = fresh(tied, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    for _ in ckpt.steps(2):
+        train(objects, loss)
+    ckpt.close()
+    slot = Slot(next(i.path for i in scan_slots(memory) if i.usable))
+    names = [item.name for item in slot.manifest(slot.header()).items]
+    assert names.count("model.0.weight") == 1 and "model.1.weight" not in names
+    as_worker(round=1, restore_iteration=2, restore_source="local")
+    objects, _ = fresh(tied, 2)
+    gemini_run.Checkpointer(**objects).restore()
+    assert objects["model"][0].weight is objects["model"][1].weight
+
+
+def test_the_two_newest_iterations_are_kept_and_sealed(as_worker: Any, memory: MemoryPaths) -> None:
+    as_worker()
+    objects, loss = fresh(conv, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    for _ in ckpt.steps(5):
+        train(objects, loss)
+    ckpt.close()
+    headers = [i.header for i in scan_slots(memory) if i.header is not None]
+    assert sorted(h.iteration for h in headers) == [4, 5]
+    assert all(h.sealed and h.complete for h in headers)
+
+
+def test_durable_iterations_are_held_until_released(as_worker: Any, memory: MemoryPaths) -> None:
+    as_worker(durable_iterations=3)
+    objects, loss = fresh(conv, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    for _ in ckpt.steps(5):
+        train(objects, loss)
+    found = {i.header.iteration: i.header.hold for i in scan_slots(memory) if i.header}
+    assert found == {3: True, 4: False, 5: False}
+    held = next(i.path for i in scan_slots(memory) if i.header and i.header.hold)
+    Slot(held, writable=True).set_hold(False)
+    for _ in range(2):
+        train(objects, loss)
+        ckpt.step()
+    ckpt.close()
+    found = {i.header.iteration: i.header.hold for i in scan_slots(memory) if i.header}
+    assert found.keys() >= {6, 7} and found[6]
+
+
+def test_outside_gemini_run_it_only_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GEMINI_WORKER", raising=False)
+    objects, loss = fresh(conv, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    seen = []
+    for step in ckpt.steps(3):
+        train(objects, loss)
+        seen.append(step)
+    assert seen == [0, 1, 2] and ckpt.iteration == 3 and ckpt.restore() == 3
+
+
+@pytest.mark.parametrize("argument", [3, object(), None])
+def test_what_cannot_be_captured_is_refused_at_once(argument: object) -> None:
+    with pytest.raises(ConfigError, match="Checkpointer"):
+        gemini_run.Checkpointer(thing=argument)
+
+
+class Left(BaseException):
+    """Stands for os._exit in these tests."""
+
+
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise Left
+
+    monkeypatch.setattr("gemini_run.worker.checkpointer._leave", leave)
+    return codes
+
+
+def trained(as_worker: Any) -> None:
+    as_worker()
+    objects, loss = fresh(conv, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    for _ in ckpt.steps(2):
+        train(objects, loss)
+    ckpt.close()
+
+
+def newest(memory: MemoryPaths) -> Any:
+    return next(i for i in scan_slots(memory) if i.header and i.header.iteration == 2)
+
+
+@pytest.mark.parametrize("where", ["payload", "objects", "manifest", "checksums"])
+def test_a_corrupt_slot_is_refused_and_nothing_live_changes(
+    where: str, as_worker: Any, memory: MemoryPaths, leaves: list[int], capfd: Any
+) -> None:
+    trained(as_worker)
+    info = newest(memory)
+    with info.path.open("r+b") as file:
+        file.seek(getattr(info.header, f"{where}_offset") + 40)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    as_worker(round=1, restore_iteration=2, restore_source="local")
+    objects, _ = fresh(conv, 2)
+    before = snapshot_of(objects)
+    with pytest.raises(Left):
+        gemini_run.Checkpointer(**objects).restore()
+    assert leaves == [EXIT_REPLAN]
+    assert snapshot_of(objects) == before
+    assert "refuses its checkpoint" in capfd.readouterr().err
+    assert not any(i.usable and i.header and i.header.iteration == 2 for i in scan_slots(memory))
+
+
+def test_another_model_is_one_clear_line(as_worker: Any, leaves: list[int], capfd: Any) -> None:
+    trained(as_worker)
+    as_worker(round=1, restore_iteration=2, restore_source="local")
+    objects, _ = fresh(conv, 2)
+    objects["model"][0] = nn.Conv2d(4, 9, 3)
+    with pytest.raises(Left):
+        gemini_run.Checkpointer(**objects).restore()
+    assert leaves == [EXIT_FATAL]
+    assert "the checkpoint holds float32 [8, 4, 3, 3]" in capfd.readouterr().err
+
+
+def test_an_unsupported_tensor_is_refused_before_the_first_step(as_worker: Any, leaves: list[int], capfd: Any) -> None:
+    as_worker()
+    model = nn.Linear(2, 2)
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    with pytest.raises(Left):
+        gemini_run.Checkpointer(model=model).restore()
+    assert leaves == [EXIT_FATAL] and "model.sparse" in capfd.readouterr().err
+
+
+def test_structure_may_grow(as_worker: Any) -> None:
+    """Parameters added on the way, with their own group, are captured from the next boundary on."""
+    as_worker()
+
+    def grow(objects: dict[str, Any]) -> None:
+        extra = nn.Linear(2, 2)
+        objects["model"].add_module("extra", extra)
+        objects["optimizer"].add_param_group({"params": list(extra.parameters())})
+
+    objects, loss = fresh(conv, 1)
+    ckpt = gemini_run.Checkpointer(**objects)
+    for step in ckpt.steps(3):
+        train(objects, loss)
+        if step == 0:
+            grow(objects)
+    ckpt.close()
+    want = snapshot_of(objects)
+    as_worker(round=1, restore_iteration=3, restore_source="local")
+    objects, _ = fresh(conv, 2)
+    grow(objects)
+    gemini_run.Checkpointer(**objects).restore()
+    assert snapshot_of(objects) == want
