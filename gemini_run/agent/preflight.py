@@ -1,0 +1,86 @@
+"""What can be found wrong before anything starts, said in one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    parse_rendezvous_endpoint,
+)
+
+from gemini_run.config import Settings
+from gemini_run.durable.tier import open_tier
+from gemini_run.errors import ConfigError
+
+_C10D_DEFAULT_PORT = 29400
+_PROBE_SECONDS = 5
+
+
+def check_memory(settings: Settings) -> None:
+    """Raises: ConfigError where the folder for host memory is missing or cannot be written."""
+    folder = settings.memory_dir
+    if not folder.is_dir():
+        raise ConfigError(f"--memory-dir {folder}: no such directory; give a tmpfs such as /dev/shm")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--memory-dir {folder}: not writable by user id {os.getuid()}")
+
+
+def check_durable(settings: Settings) -> None:
+    """Write, read and delete a probe in the durable tier. Raises: ConfigError, DurableError."""
+    if settings.durable is not None:
+        open_tier(settings.durable).preflight()
+
+
+def check_port(args: argparse.Namespace) -> None:
+    """Raises: ConfigError where the port of the rendezvous is to be opened here and another program holds it."""
+    if args.rdzv_backend == "static":
+        if args.node_rank == 0:
+            _check_static(args)
+    elif args.rdzv_backend == "c10d" and "store_type=file" not in args.rdzv_conf.replace(" ", ""):
+        _check_c10d(args.rdzv_endpoint)
+
+
+def _check_static(args: argparse.Namespace) -> None:
+    if args.rdzv_endpoint:
+        flag = "--rdzv-endpoint"
+        port = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=0)[1]
+    else:
+        flag = "--master-port"
+        port = 29500 if args.master_port is None else args.master_port
+    if not _port_free(port):
+        raise ConfigError(
+            f"{flag}: port {port} on this host is held by another program; give another port, or none "
+            "(one node then takes a free one)"
+        )
+
+
+def _check_c10d(endpoint: str) -> None:
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=_C10D_DEFAULT_PORT)
+    if port == 0 or not _matches_machine_hostname(host) or _port_free(port):
+        return
+    # Held: by an agent of this job that was first on this host, or by a stranger.
+    try:
+        TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PROBE_SECONDS))
+    except RuntimeError as error:  # torch.distributed's errors derive from it
+        raise ConfigError(
+            f"--rdzv-endpoint {endpoint}: port {port} on this host is held by a program that is not a "
+            "rendezvous store; give another port"
+        ) from error
+
+
+def _port_free(port: int) -> bool:
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
