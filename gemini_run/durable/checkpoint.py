@@ -58,7 +58,11 @@ def newest_committed(tier: DurableTier) -> int | None:
 def read_marker(tier: DurableTier, iteration: int) -> Marker:
     """The marker, checked against what is there (existence and sizes, not content).
 
-    Raises: ObjectMissing where the iteration is not committed; ReplicaCorrupt; FormatVersionError; DurableError.
+    Raises:
+        ObjectMissing: the iteration is not committed.
+        ReplicaCorrupt: the marker is unreadable, or a file is missing or of another size.
+        FormatVersionError: the marker's version is unknown.
+        DurableError: the tier cannot be read.
     """
     folder = layout.folder(iteration)
     try:
@@ -100,9 +104,7 @@ def read_record(tier: DurableTier, iteration: int, rank: int) -> RankRecord:
     return record
 
 
-def materialise(
-    tier: DurableTier, iteration: int, owner: int, world_size: int, memory: NodeMemory, round: int
-) -> Path:
+def materialise(tier: DurableTier, iteration: int, owner: int, world_size: int, memory: NodeMemory, round: int) -> Path:
     """Rebuild the slot of `owner` at `iteration` in host memory, to the byte as it was captured.
 
     The slot is torn until all is there and verified; then complete and sealed. A sound slot of the same
@@ -124,8 +126,8 @@ def materialise(
     marker = read_marker(tier, iteration)
     if marker.world_size != world_size:
         raise DurableError(
-            f"{tier.location}: the checkpoint of iteration {iteration} is of {marker.world_size} ranks, this job "
-            f"has {world_size}: start it with {marker.world_size}, or name an empty --durable"
+            f"{tier.location}: the checkpoint of iteration {iteration} is of {marker.world_size} ranks, "
+            f"this job has {world_size}: start it with {marker.world_size}, or name an empty --durable"
         )
     record = read_record(tier, iteration, owner)
     places = layout.read_index(tier.get_bytes(layout.folder(iteration) + layout.INDEX))
@@ -137,9 +139,7 @@ def materialise(
     slot = _open_slot(memory.free_slot_path(owner, iteration), header.end)
     try:
         slot.begin()
-        _, _, payload_offset, _ = slot_layout(
-            len(record.manifest), len(manifest.items), header.payload_length
-        )
+        _, _, payload_offset, _ = slot_layout(len(record.manifest), len(manifest.items), header.payload_length)
         slot.view[HEADER_BYTES : HEADER_BYTES + len(record.manifest)] = record.manifest
         end = header.objects_offset + header.objects_length
         slot.view[header.objects_offset : end] = record.objects
@@ -195,7 +195,7 @@ def _remove(tier: DurableTier, iteration: int) -> None:
 
 
 def _open_slot(path: Path, capacity: int) -> Slot:
-    """The file at `path` if it is big enough and free, else a new one in its place; locked against writers."""
+    """The file at `path` if it is big enough and free, else a new one in its place; locked."""
     slot: Slot | None = None
     if path.exists():
         # Room for two copies is not a given, so memory that is there already is used again.
@@ -230,9 +230,7 @@ def _fetches(
         if not item.length:
             continue
         if entry is None or entry >= len(places) or places[entry].raw_length != item.length:
-            raise ReplicaCorrupt(
-                f"{tier.location}: iteration {iteration}: no bytes stored for tensor {item.name!r}"
-            )
+            raise ReplicaCorrupt(f"{tier.location}: iteration {iteration}: no bytes stored for tensor {item.name!r}")
         wanted.append(_Wanted(places[entry], item))
     wanted.sort(key=lambda w: (w.place.file, w.place.raw_offset))
     span: list[_Wanted] = []

@@ -11,7 +11,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -75,15 +75,15 @@ def data_file(name: str, parts: Iterable[tuple[int, Item, memoryview]]) -> tuple
 
     Args:
         name: the file's.
-        parts: (entry index, item, its bytes), in the order in which they shall be stored. The source refers to
-            the bytes: they must stay as they are until it is closed.
+        parts: (entry index, item, its bytes), in the order in which they shall be stored. The source
+            refers to the bytes: they must stay as they are until it is closed.
     """
     pieces: list[bytes | memoryview] = []
     places: dict[int, Place] = {}
     offset = 0
     for index, item, data in parts:
         archive = _Archive(data)
-        torch.save(tensor_over(item, data), archive)
+        torch.save(tensor_over(item, data), cast(IO[bytes], archive))
         raw_at = archive.finish()
         places[index] = Place(name, offset, archive.size, offset + raw_at, item.length)
         pieces.extend(archive.pieces)
@@ -105,9 +105,7 @@ def metadata(entries: Sequence[Entry], places: Mapping[int, Place]) -> bytes:
         offsets, sizes = torch.Size(entry.offsets), torch.Size(entry.sizes)
         tensors[entry.name].chunks.append(ChunkStorageMetadata(offsets, sizes))
         place = places[index]
-        storage[MetadataIndex(entry.name, offsets)] = _filesystem._StorageInfo(
-            place.file, place.offset, place.length
-        )
+        storage[MetadataIndex(entry.name, offsets)] = _filesystem._StorageInfo(place.file, place.offset, place.length)
     content = Metadata(dict(tensors), planner_data=paths, storage_data=storage, storage_meta=StorageMeta())
     version = getattr(_filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:
@@ -166,9 +164,7 @@ def _address(data: Any) -> int:
 def _dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the strides fill memory without gaps in some order of the dimensions."""
     expected = 1
-    for size, step in sorted(
-        ((s, t) for s, t in zip(shape, stride, strict=True) if s != 1), key=lambda d: d[1]
-    ):
+    for size, step in sorted(((s, t) for s, t in zip(shape, stride, strict=True) if s != 1), key=lambda d: d[1]):
         if step != expected:
             return False
         expected *= size

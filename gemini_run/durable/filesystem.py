@@ -30,9 +30,7 @@ class FilesystemTier(DurableTier):
             self.root.mkdir(parents=True, exist_ok=True)
             self.put_bytes(name, data)
             if self.get_bytes(name) != data:
-                raise DurableError(
-                    f"durable tier {self.location}: a probe read back differs from what was written"
-                )
+                raise DurableError(f"durable tier {self.location}: a probe read back differs from what was written")
             self.delete([name])
         except (OSError, DurableError) as error:
             cause = error.strerror if isinstance(error, OSError) else str(error)

@@ -78,7 +78,7 @@ class Marker:
 
     @classmethod
     def from_json(cls, text: bytes) -> Marker:
-        """Raises: FormatVersionError for an unknown version, ReplicaCorrupt for anything else but a marker."""
+        """Raises: FormatVersionError for an unknown version, ReplicaCorrupt for what is no marker."""
         body = _body(text, MARKER)
         try:
             files = {str(n): StoredFile(int(f["size"]), str(f["xxh3"])) for n, f in body["files"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import secrets
@@ -91,9 +92,7 @@ class S3Tier(DurableTier):
         except (BotoCoreError, ClientError) as error:
             raise self._error("the bucket cannot be used", error) from error
         if back != data:
-            raise DurableError(
-                f"durable tier {self.location}: a probe read back differs from what was written"
-            )
+            raise DurableError(f"durable tier {self.location}: a probe read back differs from what was written")
 
     def put_file(self, name: str, source: Source, stop: threading.Event | None = None) -> None:
         if source.size <= self.part_bytes:
@@ -145,13 +144,13 @@ class S3Tier(DurableTier):
     def delete(self, names: Iterable[str]) -> None:
         # One request each: an order is promised, and not every server knows the batch request.
         for name in names:
-            self._retry(f"cannot delete {name}", None, lambda key=self._key(name): self._client.delete_object(  # type: ignore[misc]
-                Bucket=self._bucket, Key=key))  # fmt: skip
+            remove = functools.partial(self._client.delete_object, Bucket=self._bucket, Key=self._key(name))
+            self._retry(f"cannot delete {name}", None, remove)
 
     def clean(self, prefix: str) -> None:
         key = self._key(prefix)
 
-        def uploads() -> list[tuple[str, str]]:  # type: ignore[valid-type]
+        def uploads() -> list[tuple[str, str]]:
             answer = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=key)
             return [(u["Key"], u["UploadId"]) for u in answer.get("Uploads", [])]
 
@@ -191,15 +190,13 @@ class S3Tier(DurableTier):
         if code == "NoSuchBucket":
             cause = f"no such bucket {self._bucket!r} at {self._endpoint}: create it, or name another with --durable"
         elif isinstance(error, (NoCredentialsError, PartialCredentialsError)):
-            cause = (
-                "no AWS credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
-            )
+            cause = "no AWS credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
         elif code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"):
             cause = f"{self._endpoint} does not accept the AWS credentials ({code}): correct or renew them"
         elif code in ("AccessDenied", "403", "Forbidden"):
             cause = (
-                f"access denied by {self._endpoint}: allow s3:PutObject, GetObject, DeleteObject and ListBucket "
-                f"on bucket {self._bucket!r}"
+                f"access denied by {self._endpoint}: allow s3:PutObject, GetObject, DeleteObject and "
+                f"ListBucket on bucket {self._bucket!r}"
             )
         elif code == "InvalidBucketName":
             cause = f"{self._bucket!r} is not a valid bucket name: correct --durable"

@@ -114,12 +114,6 @@ class Stored:
         self.places.update(other.places)
 
 
-def rank_part(assignment: Assignment, rank: int, slot: Path) -> RankPart:
-    """The part of `rank`, whose slot is at `slot`."""
-    writes = [(i, assignment.entries[i].item) for i in assignment.written_by(rank)]
-    return RankPart(slot, writes, assignment.uses[rank])
-
-
 def store_part(
     tier: DurableTier, iteration: int, node_rank: int, parts: Mapping[int, RankPart],
     stop: threading.Event | None = None,
@@ -174,9 +168,7 @@ def commit(
     missing = [e.name for i, e in enumerate(assignment.entries) if i not in stored.places]
     missing += [f for r in range(world_size) if (f := layout.rank_file(r)) not in stored.files]
     if missing:
-        raise DurableError(
-            f"{tier.location}: iteration {iteration} is incomplete: {missing[0]!r} was not stored"
-        )
+        raise DurableError(f"{tier.location}: iteration {iteration} is incomplete: {missing[0]!r} was not stored")
     files = dict(stored.files)
     named = [(entry.name, stored.places[i]) for i, entry in enumerate(assignment.entries)]
     for name, text in (
@@ -189,9 +181,7 @@ def commit(
     return marker
 
 
-def _put(
-    tier: DurableTier, iteration: int, name: str, source: Source, stop: threading.Event | None
-) -> StoredFile:
+def _put(tier: DurableTier, iteration: int, name: str, source: Source, stop: threading.Event | None) -> StoredFile:
     digest = xxhash.xxh3_64()
     for offset in range(0, source.size, _DIGEST_CHUNK):
         for view in source.views(offset, _DIGEST_CHUNK):

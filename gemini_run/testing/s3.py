@@ -89,9 +89,7 @@ class S3Server:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                raise RuntimeError(
-                    f"the S3 gateway did not start: {(self.directory / 'gateway.out').read_text()}"
-                )
+                raise RuntimeError(f"the S3 gateway did not start: {(self.directory / 'gateway.out').read_text()}")
             time.sleep(0.05)
 
     def _answers(self) -> bool:
