@@ -23,6 +23,10 @@ class DurableInterval:
     iterations: int | None = None
     seconds: float | None = None
 
+    def __post_init__(self) -> None:
+        if (self.iterations is None) == (self.seconds is None):
+            raise ConfigError("durable interval: give iterations or seconds, exactly one")
+
     _FORM = re.compile(r"(\d+)\s*(it|s|m|h)")
 
     @classmethod
@@ -78,7 +82,7 @@ class Settings:
             raise ConfigError(f"--snapshot-interval {self.snapshot_interval}: at least 1 iteration")
         if self.durable_keep < 1:
             raise ConfigError(f"--durable-keep {self.durable_keep}: at least 1")
-        if self.durable_timeout < 0:
+        if not self.durable_timeout >= 0:  # NaN is neither
             raise ConfigError(f"--durable-timeout {self.durable_timeout:g}: seconds, 0 or more")
 
     def replicas_for(self, num_nodes: int) -> int:
@@ -95,13 +99,13 @@ class Settings:
 
 #: option name (as in flags, YAML keys and, upper-cased with GEMINI_, variables) -> conversion
 _CONVERT: Mapping[str, Any] = {
-    "replicas": int,
-    "snapshot_interval": int,
+    "replicas": lambda v: _integer(v),
+    "snapshot_interval": lambda v: _integer(v),
     "memory_dir": Path,
     "durable": str,
-    "durable_interval": DurableInterval.parse,
-    "durable_keep": int,
-    "durable_timeout": float,
+    "durable_interval": lambda v: DurableInterval.parse(str(v)),
+    "durable_keep": lambda v: _integer(v),
+    "durable_timeout": lambda v: _number(v),
     "require_checkpoint": lambda v: _boolean(v),
     "zygote": lambda v: _boolean(v),
     "debug": lambda v: _boolean(v),
@@ -114,7 +118,7 @@ def env_name(option: str) -> str:
 
 
 def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Settings:
-    """Merge the four sources. `flags` holds only what was given on the command line.
+    """Merge the four sources. `flags` holds what was given on the command line (None: not given).
 
     Raises:
         ConfigError: an unknown key, an unreadable file, or a value that does not convert; names its source.
@@ -129,22 +133,34 @@ def resolve(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path
                 continue
             if name not in _CONVERT:
                 raise ConfigError(f"{file}: unknown key {key!r}; known: {', '.join(OPTION_NAMES)}")
-            values[name] = _convert(name, value, f"{file}, key {key!r}")
+            if value is not None:  # a key without a value: the default
+                values[name] = _convert(name, value, f"{file}, key {key!r}")
     for name in OPTION_NAMES:
         if (text := environment.get(env_name(name))) is not None:
             values[name] = _convert(name, text, f"environment variable {env_name(name)}")
     for name, value in flags.items():
-        values[name] = _convert(name, value, f"--{name.replace('_', '-')}")
+        if value is not None:
+            values[name] = _convert(name, value, f"--{name.replace('_', '-')}")
     return Settings(**values)
 
 
 def _convert(name: str, value: Any, source: str) -> Any:
-    if value is None:
-        return None
     try:
         return _CONVERT[name](value)
-    except (ValueError, TypeError) as error:
+    except (ConfigError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: {value!r} is not a valid value ({error})") from error
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, (bool, float)):  # int() would cut 2.7 down to 2 without a word
+        raise ValueError("give a whole number")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError("give a number")
+    return float(value)
 
 
 def _boolean(value: Any) -> bool:
@@ -162,8 +178,8 @@ def _read_file(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not YAML: {error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -90,7 +90,7 @@ class MemoryPaths:
 
     @property
     def lock(self) -> Path:
-        """flock()ed by the living agent; a directory whose lock is free can be adopted."""
+        """Locked by the living agent; a directory whose lock is free can be adopted."""
         return self.root / "lock"
 
     @property

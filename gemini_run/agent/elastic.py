@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
@@ -38,7 +37,7 @@ ENV_GENERATION = "GEMINI_RESTART_GENERATION"  #: the round's number, equal on al
 POLL_INTERVAL = 0.001  #: seconds torch's loop sleeps a turn; the waiting is done in `_monitor_workers`
 
 _NEWS_SECONDS = 0.2  #: longest wait for a worker's end or a peer's news before torch's loop turns once more
-_RESTART_GRACE = 2.0  #: seconds between SIGTERM and SIGKILL before a restart: survivors hang in collectives
+_RESTART_GRACE = 2  #: seconds between SIGTERM and SIGKILL before a restart: survivors hang in collectives
 _PEER_NEWS_SECONDS = 0.1  #: how long a worker's exception waits for news of a peer that may have caused it
 _LEAVE_SECONDS = 5.0  #: how long the store's host waits at the end until the others have read it
 _KEY_FINISHED = "gemini/finished"  #: counter in the round's store: nodes whose workers succeeded
@@ -80,7 +79,9 @@ class WorkerFailure:
             return f"killed by {self.signal_name}"
         if self.exitcode == EXIT_REPLAN:
             return "refused its checkpoint slot"
-        return f"raised {self.exception}" if self.exception else f"exited with code {self.exitcode}"
+        if self.exception:
+            return f"raised {self.exception.splitlines()[0]}"
+        return f"exited with code {self.exitcode}"
 
     def __str__(self) -> str:
         where = "" if self.iteration is None else f" at iteration {self.iteration}"
@@ -158,7 +159,7 @@ class GeminiAgent(LocalElasticAgent):
         state: AgentState,
         on_round: Any,
     ) -> None:
-        timeout = {} if shutdown_timeout is None else {"shutdown_timeout": shutdown_timeout}
+        timeout: dict[str, Any] = {} if shutdown_timeout is None else {"shutdown_timeout": shutdown_timeout}
         super().__init__(
             spec,
             logs_specs=logs_specs,
@@ -252,7 +253,11 @@ class GeminiAgent(LocalElasticAgent):
         context = self._pcontext
         if not isinstance(context, SubprocessContext):
             return {}
-        return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        return {
+            rank: handler.proc
+            for rank, handler in context.subprocess_handlers.items()
+            if isinstance(handler, _WorkerHandler)
+        }
 
     def _first_failure(self, worker_group: WorkerGroup) -> WorkerFailure | None:
         """The failed worker that most likely failed first: a killed one, before one that then lost its peer, before
@@ -316,8 +321,11 @@ class GeminiAgent(LocalElasticAgent):
         self._remaining_restarts = 1 if restart else 0
         self.grace = _RESTART_GRACE if restart else self._shutdown_timeout
 
+    def _num_nodes(self) -> int:
+        return self._worker_group.group_world_size or 1
+
     def _peer_failed(self) -> bool:
-        if self._worker_group.group_world_size == 1:
+        if self._num_nodes() == 1:
             return False
         end = time.monotonic() + _PEER_NEWS_SECONDS
         while (left := end - time.monotonic()) > 0:
@@ -349,7 +357,7 @@ class GeminiAgent(LocalElasticAgent):
         self._shutdown(timeout=_RESTART_GRACE if self._restarting else self._shutdown_timeout)
         self._note_ended()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self.grace = timeout
         super()._shutdown(death_sig, timeout)
         self._note_ended()
@@ -359,14 +367,14 @@ class GeminiAgent(LocalElasticAgent):
     def _await_peers(self, result: RunResult) -> RunResult:
         """Success once all nodes succeeded. Until then torch's loop sees healthy workers, and so still takes part
         when a peer fails: the workers start again, restore the last iteration and finish at once."""
-        if self._count_in_store(_KEY_FINISHED, 0) >= self._worker_group.group_world_size:
+        if self._count_in_store(_KEY_FINISHED, 0) >= self._num_nodes():
             return result
         return RunResult(state=WorkerState.HEALTHY)
 
     def _count_in_store(self, key: str, amount: int) -> int:
         """Add to a counter of the round's store. 0 where the store is gone: its host failed, and the rendezvous
         will say so."""
-        if self._worker_group.group_world_size == 1:
+        if self._num_nodes() == 1 or self._store is None:
             return 1
         try:
             return int(self._store.add(key, amount))
@@ -379,7 +387,7 @@ class GeminiAgent(LocalElasticAgent):
         if self._worker_group.group_rank != 0:
             return
         end = time.monotonic() + _LEAVE_SECONDS
-        while self._count_in_store(_KEY_LEAVING, 0) < self._worker_group.group_world_size:
+        while self._count_in_store(_KEY_LEAVING, 0) < self._num_nodes():
             if time.monotonic() > end:
                 return
             time.sleep(0.02)
@@ -388,13 +396,15 @@ class GeminiAgent(LocalElasticAgent):
 class _WorkerHandler(SubprocessHandler):
     """torch's handle on one worker, started and stopped our way."""
 
-    proc: WorkerProcess
+    proc: WorkerProcess  # type: ignore[assignment]  # what torch uses of a Popen, it has
 
     def __init__(self, agent: GeminiAgent, **arguments: Any) -> None:
         self._agent = agent
         super().__init__(**arguments)
 
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> WorkerProcess:
+    def _popen(  # type: ignore[override]
+        self, args: tuple[str, ...], env: dict[str, str]
+    ) -> WorkerProcess:
         return self._agent.start_worker(args, env, self._stdout, self._stderr)
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
@@ -408,9 +418,10 @@ class _WorkerHandler(SubprocessHandler):
 @contextlib.contextmanager
 def _subprocess_handler(factory: Any) -> Iterator[None]:
     """Have torch make its process handles with `factory`."""
-    before = multiprocessing_api.get_subprocess_handler
-    multiprocessing_api.get_subprocess_handler = factory
+    name = "get_subprocess_handler"
+    before = getattr(multiprocessing_api, name)
+    setattr(multiprocessing_api, name, factory)
     try:
         yield
     finally:
-        multiprocessing_api.get_subprocess_handler = before
+        setattr(multiprocessing_api, name, before)

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.run as torchrun
-from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.metrics import MetricsConfig, initialize_metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousGracefulExitError
-from torch.distributed.launcher import LaunchConfig
 from torch.distributed.launcher import api as launcher_api
+from torch.distributed.launcher.api import LaunchConfig
 
 from gemini_run.agent import preflight, rendezvous
 from gemini_run.agent.argv import CommandLine

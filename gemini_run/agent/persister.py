@@ -75,18 +75,25 @@ class Persister:
         failures: attempts that failed since the last one that did not (on the root).
     """
 
-    def __init__(self, runtime: Runtime, rendezvous: Any, *, call: Call, tier: DurableTier | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        rendezvous: Any,
+        *,
+        call: Call | None = None,
+        tier: DurableTier | None = None,
+    ) -> None:
         """
         Args:
             rendezvous: its ``round`` is the present Round, None before the first.
-            call: asks another agent.
+            call: asks another agent; default: over HTTP.
             tier: default: the one that the settings name.
 
         Raises: ConfigError for a location that cannot be one.
         """
         self._runtime = runtime
         self._rendezvous = rendezvous
-        self._call = call
+        self._call = call or _http(runtime)
         location = runtime.settings.durable
         self._tier = tier or (open_tier(location) if location else None)
         self.failures = 0
@@ -210,7 +217,8 @@ class Persister:
 
     def _own(self) -> range:
         """Global ranks of this node."""
-        return _ranks(self._rendezvous.round)[self._rendezvous.round.node_rank]
+        present: Round = self._rendezvous.round
+        return _ranks(present)[present.node_rank]
 
     # --- the thread ---------------------------------------------------------------------------------
 
@@ -349,6 +357,16 @@ class Persister:
             self._runtime.event(event, **fields)
         except OSError as error:
             say(f"the run's event log cannot be written: {error.strerror}")
+
+
+def _http(runtime: Runtime) -> Call:
+    def ask(peer: Any, name: str, payload: Message) -> Message:
+        from gemini_run.agent.server import call  # aiohttp: only where there are agents to talk to
+
+        answer: Message = call(peer, name, payload, runtime.server.token, CALL_TIMEOUT)
+        return answer
+
+    return ask
 
 
 def _orders(assignment: Assignment, iteration: int, node_rank: int, own: range) -> Message:

@@ -96,7 +96,7 @@ class RunCommand(click.Command):
 @click.option("--debug", is_flag=True, default=None, help="Tracebacks of gemini-run's own errors.")
 @click.argument("script", required=False, metavar="SCRIPT [SCRIPT OPTIONS]...")
 @click.pass_context
-def run(ctx: click.Context, config: Path | None, no_zygote: bool | None, script: None, **flags: Any) -> None:
+def run(ctx: click.Context, /, config: Path | None, no_zygote: bool | None, script: None, **flags: Any) -> None:
     """Start SCRIPT as torchrun does, and bring it back after failures.
 
     Options stand before the script. Nothing after it is looked at. Every option but --config can also be set as

@@ -63,7 +63,7 @@ class NodeMemory:
         root = run_memory(run_id, base)
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.mkdir(mode=0o700, exist_ok=True)
-        for candidate in sorted(root.iterdir()):
+        for candidate in sorted(p for p in root.iterdir() if not p.name.startswith(".")):
             paths = MemoryPaths(candidate)
             lock = _try_lock(paths.lock, create=False)
             if lock is None:
@@ -73,13 +73,16 @@ class NodeMemory:
                 return cls(paths, NodeId(node["node_id"]), lock, adopted=True)
             os.close(lock)  # of an unknown version or half made: leave it alone
         node_id = new_node_id(socket.gethostname())
-        paths = MemoryPaths(root / node_id)
-        for directory in (paths.root, paths.slots, paths.beacons):
+        # Made under a name that nobody looks at, so that another agent never finds it half made or unlocked.
+        hidden = MemoryPaths(root / f".{node_id}")
+        for directory in (hidden.root, hidden.slots, hidden.beacons):
             directory.mkdir(mode=0o700)
-        fresh = _try_lock(paths.lock, create=True)
+        fresh = _try_lock(hidden.lock, create=True)
         if fresh is None:
-            raise RuntimeError(f"{paths.lock}: a directory just made is locked already")
-        write_json_atomic(paths.node_json, {"version": NODE_FORMAT_VERSION, "node_id": node_id, "notes": {}})
+            raise RuntimeError(f"{hidden.lock}: a directory just made is locked already")
+        write_json_atomic(hidden.node_json, {"version": NODE_FORMAT_VERSION, "node_id": node_id, "notes": {}})
+        paths = MemoryPaths(root / node_id)
+        os.rename(hidden.root, paths.root)
         return cls(paths, node_id, fresh, adopted=False)
 
     def notes(self) -> dict[str, Any]:
@@ -158,18 +161,32 @@ def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[Memo
     """The memory directories of a run on this machine, living agents or not. For readers."""
     root = run_memory(run_id, base)
     try:
-        return [MemoryPaths(p) for p in sorted(root.iterdir()) if (p / "node.json").exists()]
+        found = sorted(p for p in root.iterdir() if not p.name.startswith("."))
+        return [MemoryPaths(p) for p in found if (p / "node.json").exists()]
     except FileNotFoundError:
         return []
 
 
 def agent_alive(paths: MemoryPaths) -> bool:
-    """Whether an agent holds this directory now."""
-    lock = _try_lock(paths.lock, create=False)
-    if lock is None:
-        return paths.lock.exists()
-    os.close(lock)
-    return False
+    """Whether an agent holds this directory now. Only asks: the lock is not touched, so an agent that claims the
+    directory at this very moment is not disturbed."""
+    try:
+        lock = os.open(paths.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        answer = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+    finally:
+        os.close(lock)
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+#: struct flock: type, whence, start, length, pid
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def _whole_file(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
 def _try_lock(path: Path, *, create: bool) -> int | None:
@@ -178,19 +195,24 @@ def _try_lock(path: Path, *, create: bool) -> int | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Of the open file, as flock()'s are, so no close() of another descriptor drops it; and unlike flock()'s
+        # it can be asked about without being taken (`agent_alive`).
+        fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
+    except (BlockingIOError, PermissionError):
         os.close(lock)
         return None
     return lock
 
 
 def _read_node(paths: MemoryPaths) -> dict[str, Any] | None:
+    """node.json; None where it is missing, unreadable, or of a version that this release does not know."""
     try:
-        node: dict[str, Any] = json.loads(paths.node_json.read_text())
+        node = json.loads(paths.node_json.read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return node if node.get("version") == NODE_FORMAT_VERSION else None
+    if not isinstance(node, dict) or node.get("version") != NODE_FORMAT_VERSION:
+        return None
+    return node if isinstance(node.get("node_id"), str) and isinstance(node.get("notes"), dict) else None
 
 
 # --- beacons ---------------------------------------------------------------------------------------
@@ -267,8 +289,12 @@ def read_beacons(paths: MemoryPaths) -> dict[int, BeaconState]:
             beacon = Beacon(path, writable=False)
         except (FileNotFoundError, ValueError):
             continue  # vanished, or made and not yet given its size
-        state = beacon.read()
-        beacon.close()
+        try:
+            state = beacon.read()
+        except IndexError:
+            continue  # a phase of a newer release
+        finally:
+            beacon.close()
         if state.pid:
             found[int(path.name[1:])] = state
     return found

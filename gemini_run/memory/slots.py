@@ -22,6 +22,7 @@ Commit protocol (one writer, guarded by flock; readers need no lock):
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import mmap
 import os
@@ -170,9 +171,11 @@ class Slot:
 
         Raises:
             MemoryFull: the file system has not so much room; nothing is left behind.
+            OSError: anything else, such as a missing directory.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
-        capacity = -(-capacity // 4096) * 4096
+        capacity = max(1, -(-capacity // 4096)) * 4096
+        _remove_abandoned(path)
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             # Allocated, not sparse: a full file system is an error here and never a SIGBUS later.
@@ -180,6 +183,8 @@ class Slot:
         except OSError as error:
             os.close(descriptor)
             temporary.unlink()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
             free = free_bytes(path.parent)
             raise MemoryFull(
                 f"host memory full: a slot of {capacity / 2**20:.1f} MiB is needed, {free / 2**20:.1f} MiB "
@@ -231,11 +236,14 @@ class Slot:
     # --- sections ---------------------------------------------------------------------------------
 
     def manifest(self, header: SlotHeader) -> Manifest:
-        """Raises: ReplicaCorrupt if it fails its checksum."""
+        """Raises: ReplicaCorrupt if it fails its checksum, FormatVersionError for an unknown version."""
         text = self._section(header.manifest_offset, header.manifest_length)
         if xxhash.xxh3_64_intdigest(text) != header.manifest_checksum:
             raise ReplicaCorrupt(f"{self.path}: the manifest fails its checksum")
-        return Manifest.from_json(bytes(text))
+        try:
+            return Manifest.from_json(bytes(text))
+        except ReplicaCorrupt as error:
+            raise type(error)(f"{self.path}: {error}") from error
 
     def objects(self, header: SlotHeader) -> bytes:
         """Raises: ReplicaCorrupt if it fails its checksum."""
@@ -374,6 +382,14 @@ def set_file_hold(path: Path, iteration: int, hold: bool) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what a process that died inside `Slot.create` of `path` left: it would hold its memory for good."""
+    for file in path.parent.glob(f".{path.name}.*.new"):
+        pid = file.name.split(".")[-2]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            file.unlink(missing_ok=True)
 
 
 def free_bytes(directory: Path) -> int:

@@ -71,16 +71,14 @@ def form(
 def _options(store_host: str, timeout: timedelta) -> Any:
     # The interface: what the user told gloo, else the one that reaches the round's store. torch's default
     # resolves the own host name, which on many clusters is unknown or belongs to a management network.
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 2
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        device = dist.ProcessGroupGloo.create_device(interface=interface)  # type: ignore[attr-defined]
+        device = dist.ProcessGroupGloo.create_device(interface=interface)
     else:
-        device = dist.ProcessGroupGloo.create_device(  # type: ignore[attr-defined]
-            hostname=address_towards(store_host)
-        )
+        device = dist.ProcessGroupGloo.create_device(hostname=address_towards(store_host))
     options._devices = [device]
     return options
 

@@ -178,7 +178,8 @@ def state_dicts(section: bytes, tensors: Sequence[torch.Tensor]) -> dict[str, An
     iteration, static, dynamic = unpack_objects(section)
 
     def tensor(leaf: dict[str, Any]) -> torch.Tensor:
-        return tensors[leaf["$tensor"]]
+        index: int = leaf["$tensor"]
+        return tensors[index]
 
     result: dict[str, Any] = {"iteration": iteration}
     for name, fixed in static.items():

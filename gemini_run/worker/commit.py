@@ -175,7 +175,7 @@ class Committer:
             store.set(key_commit_record(iteration), self._schedule.after(iteration, time.time()).to_json())
         if store.add(key_commit_count(iteration), 1) == self._world_size:
             record = store.get(key_commit_record(iteration))
-            store.set(key_commit(iteration), record)
+            store.set(key_commit(iteration), record.decode())
         else:
             self._wait_for(key_commit(iteration), iteration, store)
             record = store.get(key_commit(iteration))
