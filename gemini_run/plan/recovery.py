@@ -113,9 +113,7 @@ def on_course(round: int, iteration: int, history: History) -> bool:
 # --- node ranks --------------------------------------------------------------------------------------
 
 
-def assign_node_ranks(
-    node_ids: Sequence[str], previous: Mapping[str, tuple[int, int]]
-) -> dict[str, int]:
+def assign_node_ranks(node_ids: Sequence[str], previous: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Sticky ranks: a node that stays keeps its node rank, a newcomer takes a free one.
 
     Args:
@@ -211,9 +209,7 @@ def _holders(
     return found
 
 
-def _fetches(
-    nodes: Sequence[NodeFacts], holders: Mapping[int, Mapping[int, int]], iteration: int
-) -> tuple[Fetch, ...]:
+def _fetches(nodes: Sequence[NodeFacts], holders: Mapping[int, Mapping[int, int]], iteration: int) -> tuple[Fetch, ...]:
     load = {node.node_rank: 0 for node in nodes}  # bytes that each node is asked to send
     fetches = []
     for node, owners in zip(nodes, rank_ranges([n.local_world_size for n in nodes]), strict=True):
@@ -227,9 +223,7 @@ def _fetches(
     return tuple(fetches)
 
 
-def _why_not_memory(
-    nodes: Sequence[NodeFacts], lost: tuple[int, ...], newest_seen: int | None, world_size: int
-) -> str:
+def _why_not_memory(nodes: Sequence[NodeFacts], lost: tuple[int, ...], newest_seen: int | None, world_size: int) -> str:
     if lost:
         return f"memory holds no copy of rank(s) {', '.join(map(str, lost))} (newest iteration seen: {newest_seen})"
     others: dict[int, int] = {}
