@@ -1,0 +1,83 @@
+"""What `agent/elastic.py` and `agent/launch.py` rely on in the installed torch. A failure here names what changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch.distributed.run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.launcher import api as launcher_api
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (LocalElasticAgent._monitor_workers, ["self", "worker_group"]),
+        (LocalElasticAgent._rendezvous, ["self", "worker_group"]),
+        (LocalElasticAgent._start_workers, ["self", "worker_group"]),
+        (LocalElasticAgent._stop_workers, ["self", "worker_group"]),
+        (LocalElasticAgent._restart_workers, ["self", "worker_group"]),
+        (LocalElasticAgent._shutdown, ["self", "death_sig", "timeout"]),
+        (LocalElasticAgent._exit_barrier, ["self"]),
+        (SubprocessHandler._popen, ["self", "args", "env"]),
+        (SubprocessHandler.close, ["self", "death_sig"]),
+        (torchrun.run, ["args"]),
+        (torchrun.get_args_parser, []),
+        (torchrun.parse_min_max_nnodes, ["nnodes"]),
+        (launcher_api._get_addr_and_port, ["rdzv_parameters"]),
+        (launcher_api._get_entrypoint_name, ["entrypoint", "args"]),
+    ],
+)
+def test_signatures(function: Any, expected: list[str]) -> None:
+    assert parameters(function) == expected
+
+
+def test_launch_agent_takes_these_first() -> None:
+    assert parameters(launcher_api.launch_agent)[:3] == ["config", "entrypoint", "args"]
+
+
+def test_the_agents_constructor_takes_what_ours_passes() -> None:
+    wanted = {"spec", "logs_specs", "start_method", "log_line_prefix_template"}
+    assert wanted <= set(parameters(LocalElasticAgent.__init__))
+
+
+def test_the_handlers_constructor_takes_keywords_only_from_torch() -> None:
+    source = inspect.getsource(multiprocessing_api.SubprocessContext._start)
+    assert "get_subprocess_handler(" in source
+    assert "entrypoint=self.entrypoint" in source
+
+
+def test_the_loop_looks_up_what_we_replace() -> None:
+    loop = inspect.getsource(SimpleElasticAgent._invoke_run)
+    for name in (
+        "self._monitor_workers(self._worker_group)",
+        "self._restart_workers(self._worker_group)",
+        "self._stop_workers(self._worker_group)",
+        "self._exit_barrier()",
+        "self._remaining_restarts > 0",
+        "self._remaining_restarts -= 1",
+        "rdzv_handler.num_nodes_waiting()",
+    ):
+        assert name in loop, name
+    assert "spec.max_restarts - self._remaining_restarts" in inspect.getsource(LocalElasticAgent._start_workers)
+    assert "launch_agent(" in inspect.getsource(launcher_api.elastic_launch.__call__)
+    assert "_remaining_restarts = self._worker_group.spec.max_restarts" in inspect.getsource(
+        SimpleElasticAgent.__init__
+    )
+
+
+def test_the_data_we_read_and_write() -> None:
+    assert {"max_restarts", "monitor_interval", "rdzv_handler"} <= {f.name for f in dataclasses.fields(WorkerSpec)}
+    assert not WorkerSpec.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert {"group_rank", "group_world_size", "workers", "store"} <= set(WorkerGroup.__slots__)
+    assert {"state", "return_values", "failures"} <= {f.name for f in dataclasses.fields(RunResult)}
