@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def append_event(path: Path, event: str, *, node: str, **fields: Any) -> None:
+def append_event(path: Path, event: str, /, *, node: str, **fields: Any) -> None:
     """Append one line ``{"t": unix seconds, "event": ..., "node": ..., **fields}`` to `path`.
 
     A single write() to an O_APPEND descriptor: lines of several processes never mix.

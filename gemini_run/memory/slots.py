@@ -21,6 +21,7 @@ Commit protocol (one writer, guarded by flock; readers need no lock):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -293,9 +294,10 @@ class Slot:
         return header, manifest
 
     def close(self) -> None:
-        """Unmap. The caller holds no view or tensor over the mapping any more."""
+        """Unmap, and drop the lock. The caller holds no view or tensor over the mapping any more."""
         self.view.release()
-        self._map.close()
+        with contextlib.suppress(BufferError):  # a view lives on in a traceback: unmapped when that goes
+            self._map.close()
         os.close(self._descriptor)
 
     def fileno(self) -> int:

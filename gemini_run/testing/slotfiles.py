@@ -1,0 +1,55 @@
+"""Slot files made to measure, without torch and without a training job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gemini_run.memory.slots import Slot, SlotHeader, build_header
+from gemini_run.plan.manifest import Item, Manifest, aligned
+
+
+def manifest_of(tensors: Mapping[str, bytes], *, owner: int = 0, world_size: int = 1) -> Manifest:
+    """A manifest of flat uint8 tensors with these names and lengths."""
+    items = []
+    offset = 0
+    for name, data in tensors.items():
+        items.append(Item(name, "uint8", (len(data),), (1,), offset, len(data)))
+        offset = aligned(offset + len(data))
+    return Manifest(owner, world_size, world_size, tuple(items))
+
+
+def write_slot(
+    path: Path, *, iteration: int, tensors: Mapping[str, bytes], owner: int = 0, world_size: int = 1, round: int = 0,
+    objects: bytes = b"{}", manifest: Manifest | None = None, seal: bool = True, hold: bool = False,
+) -> SlotHeader:  # fmt: skip
+    """Write a complete slot at `path` in the order of the commit protocol, and return its header.
+
+    Args:
+        tensors: payload by name, in the order of `manifest` (default: flat uint8 tensors).
+        manifest: where the tensors are to have other types and shapes.
+        seal: False leaves it complete but unsealed.
+    """
+    manifest = manifest or manifest_of(tensors, owner=owner, world_size=world_size)
+    text = manifest.to_json()
+    header = build_header(
+        manifest_text=text, num_items=len(manifest.items), payload_length=manifest.payload_length, objects=objects,
+        round=round, iteration=iteration, owner=owner, world_size=world_size, hold=hold,
+    )  # fmt: skip
+    slot = Slot(path, writable=True) if path.exists() else Slot.create(path, header.end)
+    if slot.capacity < header.end:
+        slot.close()
+        slot = Slot.create(path, header.end)
+    try:
+        slot.begin()
+        for item, data in zip(manifest.items, tensors.values(), strict=True):
+            start = header.payload_offset + item.offset
+            slot.view[start : start + item.length] = data
+        slot.view[header.objects_offset : header.end] = objects
+        slot.view[header.manifest_offset : header.manifest_offset + len(text)] = text
+        slot.commit(header)
+        if seal:
+            slot.seal(manifest, header)
+        return slot.header()
+    finally:
+        slot.close()
