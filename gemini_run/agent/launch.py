@@ -147,9 +147,10 @@ def _run_node(
     ending = _Ending()
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: memory.release(remove=ending.succeeded))
-        server = AgentServer(memory, config.run_id)
+        # One node alone has no peers: nobody outside this host is to see its port.
+        server = AgentServer(memory, host="127.0.0.1" if config.max_nodes == 1 else "")
+        stack.callback(server.close)
         server.start()
-        stack.callback(server.stop)
         runtime = NodeRuntime(settings, config.run_id, paths, memory, server)
         starter = WorkerStarter(
             (entrypoint, *words),
@@ -198,8 +199,8 @@ class _Node:
         self._rendezvous = rendezvous.wrap(
             rendezvous_registry.get_rendezvous_handler(parameters), runtime, config.nproc_per_node
         )
-        self._persister = Persister(runtime, self._rendezvous)
-        self._reporter = Reporter(runtime, self._rendezvous, self._state)
+        self._persister = Persister(runtime, self._rendezvous, call=self._rendezvous.call)
+        self._reporter = Reporter(runtime, self._rendezvous, self._state, self._persister)
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.nproc_per_node,
@@ -229,7 +230,6 @@ class _Node:
     @contextlib.contextmanager
     def companions(self, ending: _Ending) -> Iterator[None]:
         """The persister and the reporter, running; ended in the order in which they need each other."""
-        self._persister.start()
         self._reporter.start()
         try:
             yield
@@ -276,6 +276,7 @@ class _Node:
             raise GeminiError("another node ended the run; its log says why") from error
         finally:
             if ending.final:
+                self._runtime.server.finished = True  # peers that watch this node take its end as orderly
                 self._rendezvous.shutdown()
 
     def _end(self, phase: str) -> None:
