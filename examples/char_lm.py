@@ -113,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--print-every", type=int, default=20, metavar="STEPS")
     parser.add_argument("--sample", type=int, default=300, metavar="CHARACTERS", help="0 = no sample")
     parser.add_argument("--save", type=Path, help="write final weights and optimizer state (rank 0)")
-    parser.add_argument("--log", type=Path, help="append one line `unix-time step loss` a step (rank 0)")
+    parser.add_argument("--losses", type=Path, help="append one line `unix-time step loss` a step (rank 0)")
     return parser.parse_args()
 
 
@@ -154,10 +154,10 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
 
-        if rank == 0 and (args.log or (step + 1) % args.print_every == 0 or step + 1 == args.steps):
+        if rank == 0 and (args.losses or (step + 1) % args.print_every == 0 or step + 1 == args.steps):
             value = loss.item()
-            if args.log:
-                with args.log.open("a") as log:
+            if args.losses:
+                with args.losses.open("a") as log:
                     log.write(f"{time.time():.6f} {step + 1} {value:.9f}\n")
             if (step + 1) % args.print_every == 0 or step + 1 == args.steps:
                 pace = (time.monotonic() - started) / (step + 1 - first)

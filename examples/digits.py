@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="DataLoader worker processes")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--save", type=Path, help="write final weights and optimizer state (rank 0)")
-    parser.add_argument("--log", type=Path, help="append one line `unix-time step loss` a step (rank 0)")
+    parser.add_argument("--losses", type=Path, help="append one line `unix-time step loss` a step (rank 0)")
     return parser.parse_args()
 
 
@@ -125,8 +125,8 @@ def main() -> None:
         if (step + 1) % per_epoch == 0:
             scheduler.step()
 
-        if rank == 0 and args.log:
-            with args.log.open("a") as log:
+        if rank == 0 and args.losses:
+            with args.losses.open("a") as log:
                 log.write(f"{time.time():.6f} {step + 1} {loss.item():.9f}\n")
         if rank == 0 and ((step + 1) % per_epoch == 0 or step + 1 == total):
             print(

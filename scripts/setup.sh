@@ -41,7 +41,7 @@ if [ ! -x "$VENV/bin/python" ]; then
     say "making $VENV with $("$PYTHON" -V 2>&1)"
     "$PYTHON" -m venv "$VENV"
 fi
-pip() { "$VENV/bin/python" -m pip --quiet --no-input --disable-pip-version-check "$@"; }
+pip() { "$VENV/bin/python" -m pip --quiet --quiet --no-input --disable-pip-version-check "$@"; }
 
 say "installing into $VENV (a few minutes the first time)"
 # torch first and by itself: resolved together with the rest it could come as another build.
