@@ -148,7 +148,7 @@ def _run_node(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: memory.release(remove=ending.succeeded))
         # One node alone has no peers: nobody outside this host is to see its port.
-        server = AgentServer(memory, host="127.0.0.1" if config.max_nodes == 1 else "")
+        server = AgentServer(memory, config.run_id, host="127.0.0.1" if config.max_nodes == 1 else "")
         stack.callback(server.close)
         server.start()
         runtime = NodeRuntime(settings, config.run_id, paths, memory, server)
@@ -224,8 +224,12 @@ class _Node:
             rendezvous=self._rendezvous,
             starter=starter,
             state=self._state,
-            on_round=self._persister.on_round,
+            on_round=self._on_round,
         )
+
+    def _on_round(self) -> None:
+        self._persister.on_round()
+        self._reporter.poke()
 
     @contextlib.contextmanager
     def companions(self, ending: _Ending) -> Iterator[None]:

@@ -16,7 +16,24 @@ def taken_apart(*words: str) -> CommandLine:
 
 
 #: script options that abbreviate launcher options, torchrun's and ours (pytorch#120601)
-ABBREVIATING = "--r=16 --log=x --n=3 --logs d --g=1 --ckpt=2 --s3=u --re --replicas 9 --debug -m -- -r 3".split()
+ABBREVIATING = [
+    "--r=16",
+    "--log=x",
+    "--n=3",
+    "--logs",
+    "d",
+    "--g=1",
+    "--ckpt=2",
+    "--s3=u",
+    "--re",
+    "--replicas",
+    "9",
+    "--debug",
+    "-m",
+    "--",
+    "-r",
+    "3",
+]
 
 
 @pytest.mark.parametrize("before", [(), ("--standalone",), ("--replicas", "2"), ("--",), ("--no-python",)])

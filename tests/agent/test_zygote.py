@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import living, wait_until
 
 from gemini_run.agent.process import become_subreaper
 from gemini_run.agent.zygote import StartRequest, WorkerStarter
-from jobs import living, wait_until
 
 SCRIPT = """
 import json, os, sys
@@ -43,7 +43,7 @@ if __name__ == "__main__":
         facts["random"] = [random.random(), float(numpy.random.rand()), float(torch.rand(())), torch.initial_seed()]
     elif mode == "child":
         import subprocess
-        code = "import os, sys; print('torch' in sys.modules, 'GEMINI_BOOT' in os.environ, os.environ.get('PYTHONPATH'))"
+        code = "import os, sys; e = os.environ; print('torch' in sys.modules, 'GEMINI_BOOT' in e, e.get('PYTHONPATH'))"
         facts["child"] = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
     elif mode == "spawn":
         import multiprocessing
