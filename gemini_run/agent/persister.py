@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from gemini_run.agent.persist_node import Message, NodePart, decode_stored
 from gemini_run.config import Settings
-from gemini_run.durable.checkpoint import newest_committed, prune, remove_partial
+from gemini_run.durable.checkpoint import newest_committed, prune, remove, remove_partial
 from gemini_run.durable.tier import DurableTier, open_tier
 from gemini_run.durable.upload import Stored, commit
 from gemini_run.errors import DurableError, GeminiError, PeerLost
@@ -97,7 +97,8 @@ class Persister:
         location = runtime.settings.durable
         self._tier = tier or (open_tier(location) if location else None)
         self.failures = 0
-        self._durable: int | None = None
+        self._found: int | None = None  # newest one of the tier when we came
+        self._made: int | None = None  # newest one that was stored since
         self._failed: int | None = None  # newest iteration whose attempt failed
         self._wanted: int | None = None  # asked for by someone who is ending
         self._closing = threading.Event()
@@ -120,7 +121,7 @@ class Persister:
     @property
     def durable(self) -> int | None:
         told = self._node.durable if self._tier is not None else None
-        return max((i for i in (self._durable, told) if i is not None), default=None)
+        return max((i for i in (self._made, told) if i is not None), default=self._found)
 
     def on_round(self) -> None:
         """A new round has formed. An upload goes on if all its nodes are still there, else it ends."""
@@ -130,6 +131,7 @@ class Persister:
         if _identities(nodes) != _identities(self._nodes):
             self._node.stop()
         self._nodes = nodes
+        self._failed = None
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="gemini-persist", daemon=True)
             self._thread.start()
@@ -184,8 +186,8 @@ class Persister:
                 )
             except PeerLost:
                 return "the agent that leads the upload has ended"
-            if answer["durable"] is not None and answer["durable"] >= iteration:
-                self._durable = answer["durable"]
+            if answer["done"]:
+                self._made = iteration
                 return None
             if answer["failed"] is not None and answer["failed"] >= iteration:
                 return "the upload failed"
@@ -194,13 +196,13 @@ class Persister:
         return f"not uploaded within {self._runtime.settings.durable_timeout:g} s (--durable-timeout)"
 
     def _on_want(self, payload: Message) -> Message:
-        """``{iteration}``: a node is ending and wants it durable -> ``{durable, failed}``."""
+        """``{iteration}``: a node is ending and wants it durable -> ``{done, failed}``."""
         iteration = int(payload["iteration"])
-        failed = self._failed
-        if not self._is_durable(iteration) and (failed is None or failed < iteration):
+        done, failed = self._is_durable(iteration), self._failed
+        if not done and (failed is None or failed < iteration):
             self._wanted = max(self._wanted or 0, iteration)
             self._wake.set()
-        return {"durable": self.durable, "failed": failed}
+        return {"done": done, "failed": failed}
 
     def _newest_here(self) -> int | None:
         """Newest iteration committed on every rank whose slots are all here."""
@@ -212,8 +214,11 @@ class Persister:
         return None
 
     def _is_durable(self, iteration: int) -> bool:
-        durable = self.durable
-        return durable is not None and durable >= iteration
+        if self._found == iteration:
+            return True
+        # A later one that was there before we came does not count: the job went back behind it.
+        made = max((i for i in (self._made, self._node.durable) if i is not None), default=None)
+        return made is not None and made >= iteration
 
     def _own(self) -> range:
         """Global ranks of this node."""
@@ -225,7 +230,7 @@ class Persister:
     def _main(self) -> None:
         assert self._tier is not None, "started without a tier"
         try:
-            self._durable = newest_committed(self._tier)
+            self._found = newest_committed(self._tier)
         except (GeminiError, OSError) as error:
             say(f"the durable tier cannot be read yet: {error}")
         while not self._closing.is_set():
@@ -252,7 +257,7 @@ class Persister:
         memory = self._runtime.memory
         own = _ranks(present)[present.node_rank]
         beacons = read_beacons(memory.paths)
-        due = [] if self._wanted is None else [self._wanted]
+        due = [] if self._wanted is None or self._is_durable(self._wanted) else [self._wanted]
         for info in memory.scan():
             header = info.header
             if not header or not info.usable or not header.hold or header.owner not in own:
@@ -260,8 +265,7 @@ class Persister:
             beacon = beacons.get(header.owner - own.start)
             if header.round == present.number and beacon and beacon.committed >= header.iteration:
                 due.append(header.iteration)
-        due = [i for i in due if not self._is_durable(i) and (self._failed is None or i > self._failed)]
-        return max(due, default=None)
+        return max((i for i in due if self._failed is None or i > self._failed), default=None)
 
     def _attempt(self, iteration: int, present: Round) -> None:
         """Persist it; whatever happens, holds are cleared and everyone is told."""
@@ -270,7 +274,7 @@ class Persister:
         durable: int | None = None
         try:
             size = self._persist(iteration, present)
-            durable = self._durable = iteration
+            durable = self._made = iteration
             self.failures = 0
             seconds = time.monotonic() - started
             self._event(
@@ -297,6 +301,7 @@ class Persister:
         assert self._tier is not None, "no tier"
         ranks = _ranks(present)
         remove_partial(self._tier)
+        remove(self._tier, iteration)  # of a time line that the job left: never half old, half new
         shards: dict[int, Shard] = {}
         for peer, own in zip(present.nodes, ranks, strict=True):
             answer = self._ask(peer, RPC_COLLECT, {"iteration": iteration, "ranks": list(own)})
@@ -339,7 +344,7 @@ class Persister:
         assert self._tier is not None, "no tier"
         try:
             if durable is not None:
-                prune(self._tier, self._runtime.settings.durable_keep)
+                prune(self._tier, self._runtime.settings.durable_keep, newest=durable)
             else:
                 remove_partial(self._tier)
         except (GeminiError, OSError) as error:

@@ -33,10 +33,13 @@ def committed(tier: DurableTier) -> list[int]:
     return sorted((n[0] for n in names if n and n[1] == layout.MARKER), reverse=True)
 
 
-def newest_committed(tier: DurableTier) -> int | None:
+def newest_committed(tier: DurableTier, below: int | None = None) -> int | None:
     """The newest iteration whose marker is sound and whose files are all there with their sizes.
 
     One that is not is passed over, with a line on the terminal.
+
+    Args:
+        below: only look at older iterations than this (the next choice where one turned out corrupt).
 
     Raises:
         DurableError: the tier cannot be read.
@@ -44,6 +47,8 @@ def newest_committed(tier: DurableTier) -> int | None:
             behind it in silence would throw work away.
     """
     for iteration in committed(tier):
+        if below is not None and iteration >= below:
+            continue
         try:
             read_marker(tier, iteration)
         except FormatVersionError:
@@ -163,16 +168,20 @@ def materialise(tier: DurableTier, iteration: int, owner: int, world_size: int, 
     return slot.path
 
 
-def prune(tier: DurableTier, keep: int) -> list[int]:
+def prune(tier: DurableTier, keep: int, newest: int | None = None) -> list[int]:
     """Remove all committed iterations but the newest `keep`, each one's marker first. Only after a commit.
+
+    Args:
+        newest: leave later iterations alone and do not count them: the job went back behind them (they could
+            not be used), so they must not push out what it stores now.
 
     Returns: the iterations removed. Raises: DurableError.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: the newest checkpoint is never removed")
-    surplus = committed(tier)[keep:]
+    surplus = [i for i in committed(tier) if newest is None or i <= newest][keep:]
     for iteration in surplus:
-        _remove(tier, iteration)
+        remove(tier, iteration)
     return surplus
 
 
@@ -183,11 +192,12 @@ def remove_partial(tier: DurableTier) -> list[int]:
     whole = {iteration for iteration, file in names if file == layout.MARKER}
     partial = sorted({iteration for iteration, _ in names} - whole)
     for iteration in partial:
-        _remove(tier, iteration)
+        remove(tier, iteration)
     return partial
 
 
-def _remove(tier: DurableTier, iteration: int) -> None:
+def remove(tier: DurableTier, iteration: int) -> None:
+    """Remove all of one iteration, its marker first. None there is fine. Raises: DurableError."""
     folder = layout.folder(iteration)
     names = tier.list(folder)
     # The marker first: whatever happens on the way, no half of a checkpoint looks like one.

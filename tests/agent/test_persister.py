@@ -138,7 +138,7 @@ def cluster(network, tmp_path):
 
 
 def form(nodes, number, ids=None):
-    peers = tuple(Peer(i or node.memory.node_id, 1) for node, i in zip(nodes, ids or [None] * 9))
+    peers = tuple(Peer(i or node.memory.node_id, 1) for node, i in zip(nodes, ids or [None] * len(nodes), strict=True))
     for rank, node in enumerate(nodes):
         node.rendezvous.round = Round(number, rank, peers)
         node.persister.on_round()
@@ -215,6 +215,24 @@ def test_a_rank_without_the_slot_fails_the_attempt(cluster):
     root, _ = cluster
     root.slot(5, hold=True)
     assert "no slot of rank 1 at iteration 5" in root.wait_for("persist_failed")["error"]
+
+
+def test_a_job_that_went_back_behind_a_checkpoint_stores_its_own(cluster):
+    root, other = cluster
+    for count, iteration in enumerate((5, 6), 1):
+        other.slot(iteration, hold=True)
+        root.slot(iteration, hold=True)
+        root.wait_for("persisted", count)
+    eventually(lambda: not held(root.memory.paths.slot(0, 6)))
+    form(cluster, 2)  # both turned out unusable, say: training began again further back
+    for count, iteration in enumerate((3, 4, 5), 3):
+        other.slot(iteration, hold=True, round=2)
+        root.slot(iteration, hold=True, round=2)
+        assert root.wait_for("persisted", count)["iteration"] == iteration
+    eventually(lambda: checkpoint.committed(root.tier) == [6, 5, 4])
+    checkpoint.verify(root.tier, 5)
+    assert checkpoint.read_record(root.tier, 5, 0).round == 2
+    assert checkpoint.newest_committed(root.tier, below=6) == 5
 
 
 def test_retention(cluster):

@@ -127,7 +127,7 @@ def test_materialise_gives_the_captured_bytes(tier, slots, memory, rank):
         path.unlink()
     path = checkpoint.materialise(tier, 7, rank, 2, memory, round=9)
     slot = Slot(path)
-    header, manifest = slot.verify()
+    header, _ = slot.verify()
     assert (header.round, header.iteration, header.owner, header.world_size) == (9, 7, rank, 2)
     assert header.sealed
     assert not header.hold

@@ -115,7 +115,7 @@ def test_preflight_of_a_directory_that_is_a_file(tmp_path):
 
 
 def test_preflight_of_a_missing_bucket(s3_environment):
-    with pytest.raises(DurableError, match="no such bucket 'nowhere' at http://127.0.0.1"):
+    with pytest.raises(DurableError, match=r"no such bucket 'nowhere' at http://127\.0\.0\.1"):
         open_tier("s3://nowhere/x").preflight()
 
 
