@@ -25,14 +25,22 @@ def append_event(path: Path, event: str, /, *, node: str, **fields: Any) -> None
         os.close(descriptor)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of the log; a torn last line (a writer died) is left out. Missing file: empty."""
+def read_events(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """All whole lines of the log; a torn last line (a writer died) is left out. Missing file: empty.
+
+    Args:
+        last_bytes: read only about so much from the end (a long run's log is large); None reads all.
+    """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            start = 0 if last_bytes is None else max(0, os.fstat(file.fileno()).st_size - last_bytes)
+            file.seek(start)
+            data = file.read()
     except FileNotFoundError:
         return []
+    lines = data.decode("utf-8", errors="replace").split("\n")
     events = []
-    for line in text.splitlines():
+    for line in lines[1:] if start else lines:  # the first one is cut
         try:
             entry = json.loads(line)
         except ValueError:

@@ -86,3 +86,13 @@ def test_a_failed_replacement_keeps_the_old(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json_atomic(path, {(1, 2): 3})
     assert json.loads(path.read_text()) == [1]
+
+
+def test_only_the_end_of_a_long_log(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for i in range(100):
+        append_event(path, "e", node="n", i=i)
+    size = path.stat().st_size
+    tail = [e["i"] for e in read_events(path, last_bytes=size // 10)]
+    assert 5 <= len(tail) <= 10 and tail == list(range(100 - len(tail), 100))
+    assert len(read_events(path, last_bytes=10 * size)) == 100
