@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gemini_run.agent.persist_node import Message, NodePart, decode_stored
+from gemini_run.agent.server import call as http_call
 from gemini_run.config import Settings
 from gemini_run.durable.checkpoint import newest_committed, prune, remove, remove_partial
 from gemini_run.durable.tier import DurableTier, open_tier
@@ -67,6 +68,11 @@ class Runtime(Protocol):
 Call = Callable[[Any, str, Message], Message]  #: (peer, name, payload) -> answer; raises PeerLost
 
 
+def ask_over_http(peer: Any, name: str, payload: Message) -> Message:
+    """Ask the agent of `peer`. Raises: PeerLost."""
+    return http_call(peer, name, payload, peer.token, CALL_TIMEOUT)
+
+
 class Persister:
     """Durable checkpoints of one agent. Without ``--durable`` it does nothing.
 
@@ -80,20 +86,20 @@ class Persister:
         runtime: Runtime,
         rendezvous: Any,
         *,
-        call: Call | None = None,
+        call: Call = ask_over_http,
         tier: DurableTier | None = None,
     ) -> None:
         """
         Args:
             rendezvous: its ``round`` is the present Round, None before the first.
-            call: asks another agent; default: over HTTP.
+            call: asks another agent.
             tier: default: the one that the settings name.
 
         Raises: ConfigError for a location that cannot be one.
         """
         self._runtime = runtime
         self._rendezvous = rendezvous
-        self._call = call or _http(runtime)
+        self._call = call
         location = runtime.settings.durable
         self._tier = tier or (open_tier(location) if location else None)
         self.failures = 0
@@ -362,16 +368,6 @@ class Persister:
             self._runtime.event(event, **fields)
         except OSError as error:
             say(f"the run's event log cannot be written: {error.strerror}")
-
-
-def _http(runtime: Runtime) -> Call:
-    def ask(peer: Any, name: str, payload: Message) -> Message:
-        from gemini_run.agent.server import call  # aiohttp: only where there are agents to talk to
-
-        answer: Message = call(peer, name, payload, runtime.server.token, CALL_TIMEOUT)
-        return answer
-
-    return ask
 
 
 def _orders(assignment: Assignment, iteration: int, node_rank: int, own: range) -> Message:

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "durable"))
 from slotkit import make_slot, random_tensor
 
 from gemini_run.agent.persister import RPC_UPLOAD, Persister
+from gemini_run.agent.runtime import PeerNode
+from gemini_run.agent.server import AgentServer
 from gemini_run.config import Settings
 from gemini_run.durable import checkpoint
 from gemini_run.durable.filesystem import FilesystemTier
@@ -333,6 +335,35 @@ def test_finish_uploads_nothing_twice(cluster, network):
     uploads = network.calls.count(RPC_UPLOAD)
     finish(cluster)
     assert network.calls.count(RPC_UPLOAD) == uploads == 1
+
+
+def test_over_real_agent_servers(tmp_path):
+    nodes = [Node(Network(), tmp_path, tmp_path / "durable", r, durable_timeout=30.0) for r in range(2)]
+    servers = [AgentServer(node.memory, "run", host="127.0.0.1") for node in nodes]
+    try:
+        for node, server in zip(nodes, servers, strict=True):
+            node.server = server
+            node.persister = Persister(node, node.rendezvous, tier=node.tier)
+            server.start()
+        peers = tuple(
+            PeerNode(node.memory.node_id, "h", "127.0.0.1", server.port, 1, server.own_token)
+            for node, server in zip(nodes, servers, strict=True)
+        )
+        for rank, node in enumerate(nodes):
+            node.rendezvous.round = Round(1, rank, peers)
+            node.persister.on_round()
+        for node in reversed(nodes):
+            node.slot(5, hold=True)
+        assert nodes[0].wait_for("persisted")["iteration"] == 5
+        for node in reversed(nodes):
+            node.slot(6, hold=False)
+        finish(nodes)
+        assert checkpoint.newest_committed(FilesystemTier(str(tmp_path / "durable"))) == 6
+    finally:
+        for node, server in zip(nodes, servers, strict=True):
+            node.persister.close()
+            server.stop()
+            node.memory.release(remove=True)
 
 
 def test_without_a_durable_tier_it_does_nothing(network, tmp_path):
