@@ -40,20 +40,22 @@ _CLOSE_SECONDS = 2.0
 
 
 class AgentServer:
-    """Serves one node's memory and RPC calls to its peers, from `start` until `close`.
+    """Serves one node's memory and RPC calls to its peers, from `start` until `stop`.
 
     The port is bound (and known) from construction on; calls that arrive before `start` wait.
 
     Attributes:
         host, port: as bound. The host is "" for all interfaces.
-        token: what callers must present.
+        own_token: made here; callers may always present it. Peers learn it through the rendezvous.
+        token: of the run, the same on all its nodes once they have met (`adopt`); accepted as well.
         finished: set once the job is over for everybody: peers that watch this node then take its end as
             orderly. Otherwise they re-form without it.
     """
 
-    def __init__(self, memory: NodeMemory, *, host: str = "", token: str | None = None) -> None:
+    def __init__(self, memory: NodeMemory, run_id: str, *, host: str = "") -> None:
         """Raises: OSError if `host` is no address of this machine."""
-        self.token = token or secrets.token_hex(16)
+        self.own_token = self.token = secrets.token_hex(16)
+        self._run_id = run_id
         self.finished = False
         self._memory = memory
         self._handlers: dict[str, RpcHandler] = {}
@@ -64,7 +66,7 @@ class AgentServer:
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="gemini-server", daemon=True)
-        self._closed = False
+        self._stopped = False
 
     def rpc(self, name: str, handler: RpcHandler) -> None:
         """Answer POST HTTP_RPC/`name` by `handler` (JSON objects in and out), called on a pool thread.
@@ -77,11 +79,15 @@ class AgentServer:
         """Begin to answer. Returns at once; aiohttp is imported on the server's own thread."""
         self._thread.start()
 
-    def close(self) -> None:
+    def adopt(self, token: str) -> None:
+        """`token` is the run's from now on."""
+        self.token = token
+
+    def stop(self) -> None:
         """Tell watchers (`finished` says what), stop answering, free the port. Idempotent."""
-        if self._closed:
+        if self._stopped:
             return
-        self._closed = True
+        self._stopped = True
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(_CLOSE_SECONDS)
@@ -107,8 +113,9 @@ class AgentServer:
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
             given = request.headers.get("Authorization", "").encode(errors="replace")
-            if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-                raise web.HTTPUnauthorized(text="wrong or missing run token\n")
+            accepted = (f"Bearer {token}".encode() for token in (self.token, self.own_token))
+            if not any([hmac.compare_digest(given, token) for token in accepted]):
+                raise web.HTTPUnauthorized(text=f"wrong or missing token of run {self._run_id}\n")
             return await handler(request)
 
         application = web.Application(middlewares=[authorised], client_max_size=_RPC_BYTES)

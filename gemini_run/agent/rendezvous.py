@@ -1,0 +1,471 @@
+"""The rendezvous of a run: torch's own, plus recovery before each round, sticky ranks and a fresh store.
+
+One round, in order: torch's rendezvous; the agents exchange who they are; node ranks; recovery (`agent.recovery`);
+a new store for the workers. A node that is lost meanwhile sends everyone back to the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from gemini_run.agent.membership import Membership
+from gemini_run.agent.monitor import Monitor
+from gemini_run.agent.recovery import Outcome, Recovery
+from gemini_run.agent.runtime import NodeRuntime, PeerNode, RoundInfo
+from gemini_run.agent.server import call
+from gemini_run.errors import ConfigError, PeerLost
+from gemini_run.plan.health import watch_targets
+from gemini_run.plan.recovery import assign_node_ranks
+from gemini_run.terminal import say
+from gemini_run.wire import WorkerContext
+
+RPC_REFORM = "reform"
+ADDRESS_OF_NOBODY = "192.0.2.1"  #: RFC 5737: no host has it, so the route to it is the default route
+
+_POLL_SECONDS = 0.005
+_LOOK_SECONDS = 0.1  #: between looks at the members while something is awaited from them
+_ANNOUNCE_SECONDS = 2.0
+_STATIC_JOIN_SECONDS = 600.0  #: torch's own join timeout; a static rendezvous has no members to look at
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class _RoundBroken(Exception):
+    """A node of the round that is being formed is gone: form it again without."""
+
+
+def wrap(inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int) -> GeminiRendezvous:
+    """gemini-run's rendezvous around the one that torch made for this job."""
+    return GeminiRendezvous(inner, runtime, local_world_size)
+
+
+class GeminiRendezvous(RendezvousHandler):
+    """See the module's text. `next_rendezvous` and `num_nodes_waiting` belong to the agent's main thread.
+
+    Attributes:
+        round: the present one, None before the first.
+        wake_fd: readable when this node must re-form; until `next_rendezvous` is called.
+    """
+
+    def __init__(self, inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int) -> None:
+        self.round: RoundInfo | None = None
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._inner = inner
+        self._runtime = runtime
+        self._local_world_size = local_world_size
+        self._membership = Membership(inner) if isinstance(inner, DynamicRendezvousHandler) else None
+        self._address = advertised_address(*_where(inner, self._membership))
+        self._monitor = Monitor(self._on_lost)
+        self._lock = threading.Lock()  # over the next four, which other threads write
+        self._lost: set[str] = set()  # node ids that the monitor declared lost
+        self._to_evict: set[str] = set()  # their names in the membership, until they are out
+        self._reform_requested = -1  # newest round that a peer asked to leave
+        self._names: dict[str, str] = {}  # node id -> name in the membership
+        self._unreachable = False
+        self._store: dist.TCPStore | None = None  # this round's, with its server on node rank 0
+        runtime.server.rpc(RPC_REFORM, self._on_reform)
+
+    # --- torch's interface --------------------------------------------------------------------------
+
+    def get_backend(self) -> str:
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """The job is over for everybody: peers take this node's end as orderly."""
+        self._runtime.server.finished = True
+        self._inner.set_closed()  # type: ignore[no-untyped-call]
+
+    def shutdown(self) -> bool:
+        """Close for everybody. False where the rendezvous could not be told (its host has ended first)."""
+        self._runtime.server.finished = True
+        self._monitor.stop()
+        if self._unreachable:
+            return False
+        return bool(self._inner.shutdown())
+
+    def num_nodes_waiting(self) -> int:
+        """> 0 when this node must re-form: a peer asked for it or is lost, a node waits, or this one was evicted.
+
+        A rendezvous store that cannot be reached ends nothing while the workers are well: 0.
+        """
+        with self._lock:
+            if self._wanted():
+                return max(1, len(self._lost))
+        if self._unreachable:
+            return 0
+        try:
+            if self._membership and self.round and self._membership.me not in self._membership.now().participants:
+                return 1
+            return self._inner.num_nodes_waiting()
+        except RendezvousConnectionError:
+            self._unreachable = True
+            if self._membership:
+                self._membership.give_up()
+            say(
+                "the rendezvous store cannot be reached (its host has ended?); training goes on, but the job cannot "
+                "re-form after the next failure"
+            )
+            return 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Form the next round; returns with this node's slots restored.
+
+        Raises:
+            PeerLost: the rendezvous store is gone, so no round can form.
+            GeminiError: recovery is impossible, on this node or another (see `Recovery.run`).
+            RendezvousError: as torch's own.
+        """
+        while True:
+            with self._lock:
+                self._drain()
+            try:
+                return self._form(self._join())
+            except _RoundBroken as broken:
+                say(f"forming the round again: {broken}")
+            except RendezvousConnectionError as error:
+                self._unreachable = True
+                raise PeerLost(
+                    "the rendezvous store cannot be reached, so the job cannot re-form: start it again on all nodes "
+                    "with the same --rdzv-id; what is in host memory is kept"
+                ) from error
+
+    # --- ours ---------------------------------------------------------------------------------------
+
+    def announce_failure(self) -> None:
+        """Ask all peers to stop and re-form, without waiting for their own workers to fail. Returns at once."""
+        present = self.round
+        if present is None:
+            return
+        for rank, peer in enumerate(present.nodes):
+            if rank != present.node_rank:
+                threading.Thread(
+                    target=self._ask_to_reform, args=(peer, present.number), name="gemini-announce", daemon=True
+                ).start()
+
+    def worker_context(self) -> WorkerContext:
+        """What the workers of this node are told of the present round."""
+        present = self.round
+        if present is None:
+            raise RuntimeError("no round has formed yet")
+        settings = self._runtime.settings
+        durable = settings.durable is not None
+        return WorkerContext(
+            run_id=self._runtime.run_id,
+            run_dir=str(self._runtime.paths.root),
+            round=present.number,
+            node_id=self._runtime.memory.node_id,
+            node_rank=present.node_rank,
+            num_nodes=present.num_nodes,
+            memory_dir=str(self._runtime.memory.paths.root),
+            store_host=present.store_host,
+            store_port=present.store_port,
+            replicas=settings.replicas_for(present.num_nodes),
+            snapshot_interval=settings.snapshot_interval,
+            durable_iterations=settings.durable_interval.iterations if durable else None,
+            durable_seconds=settings.durable_interval.seconds if durable else None,
+            restore_iteration=present.plan.iteration,
+            restore_source=present.restore_source,
+            lost_iterations=present.lost_iterations,
+        )
+
+    # --- news of peers (other threads) --------------------------------------------------------------
+
+    def _on_reform(self, payload: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._reform_requested = max(self._reform_requested, int(payload["round"]))
+            if self._wanted():
+                os.eventfd_write(self.wake_fd, 1)
+        return {}
+
+    def _on_lost(self, peer: PeerNode, cause: str) -> None:
+        say(f"node {peer.node_id} ({peer.hostname}) is lost: {cause}")
+        self._runtime.event("node_lost", peer=peer.node_id, hostname=peer.hostname, cause=cause)
+        with self._lock:
+            self._lost.add(peer.node_id)
+            if (name := self._names.get(peer.node_id)) is not None:
+                self._to_evict.add(name)
+            os.eventfd_write(self.wake_fd, 1)
+
+    def _wanted(self) -> bool:
+        return bool(self._lost) or (self.round is not None and self._reform_requested >= self.round.number)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+
+    def _ask_to_reform(self, peer: PeerNode, number: int) -> None:
+        try:
+            call(peer, RPC_REFORM, {"round": number}, peer.token, _ANNOUNCE_SECONDS)
+        except PeerLost:
+            pass  # the monitor finds out by itself, or its workers fail too
+
+    # --- forming a round ----------------------------------------------------------------------------
+
+    def _join(self) -> RendezvousInfo:
+        with _private_store():
+            if self._membership is None:
+                return self._inner.next_rendezvous()
+            self._evict(self._membership.evict)
+            with self._membership.while_waiting(lambda: self._evict(self._membership.evict_unlocked)):  # type: ignore[union-attr]
+                return self._inner.next_rendezvous()
+
+    def _evict(self, evict: Any) -> None:
+        with self._lock:
+            names = set(self._to_evict)
+        if names:
+            gone = evict(names)
+            with self._lock:
+                self._to_evict -= gone
+
+    def _form(self, joined: RendezvousInfo) -> RendezvousInfo:
+        with self._lock:
+            self._lost.clear()  # these made us join again
+        exchange = _Exchange(self, joined)
+        notes = self._runtime.memory.notes()
+        mine = {
+            "node": dataclasses.asdict(self._myself()),
+            "name": self._membership.me if self._membership else "",
+            "run_token": self._runtime.server.token,
+            "round": int(notes.get("round", -1)),
+            "node_rank": int(notes.get("node_rank", -1)),
+        }
+        said = exchange.gather("nodes", mine)
+        previous = {s["node"]["node_id"]: (s["round"], s["node_rank"]) for s in said if s["round"] >= 0}
+        ranks = assign_node_ranks([s["node"]["node_id"] for s in said], previous)
+        said = exchange.reorder(ranks, said)
+        nodes = tuple(PeerNode(**s["node"]) for s in said)
+        me = ranks[self._runtime.memory.node_id]
+        number = 1 + max(s["round"] for s in said)
+        self._runtime.settings.replicas_for(len(nodes))  # ConfigError, before anything is moved
+        # The run's token is the one of those who have been in it longest: it changes only if all are replaced.
+        self._runtime.server.adopt(max(said, key=lambda s: (s["round"], -s["node_rank"]))["run_token"])
+        with self._lock:
+            self._names = {node.node_id: s["name"] for node, s in zip(nodes, said, strict=True)}
+        self._monitor.watch([nodes[rank] for rank in watch_targets(me, len(nodes))])
+
+        store = self._store_server() if me == 0 else None
+        if store is not None:
+            exchange.publish("store", {"host": self._address, "port": store.port})
+        outcome = Recovery(self._runtime, exchange.gather, number=number, node_rank=me, nodes=nodes).run()
+        where = exchange.read("store")
+        host, port = str(where["host"]), int(where["port"])
+        self._store = store or dist.TCPStore(
+            host, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
+        )
+        self._begin(number, me, nodes, outcome, host, port)
+        return RendezvousInfo(
+            dist.PrefixStore("gemini/agent", self._store), me, len(nodes), RendezvousStoreInfo(host, port)
+        )
+
+    def _begin(self, number: int, me: int, nodes: tuple[PeerNode, ...], outcome: Outcome, host: str, port: int) -> None:
+        with self._lock:
+            self.round = RoundInfo(
+                number=number,
+                node_rank=me,
+                num_nodes=len(nodes),
+                nodes=nodes,
+                plan=outcome.plan,
+                store_host=host,
+                store_port=port,
+                lost_iterations=outcome.lost_iterations,
+                restore_source=outcome.restore_source,
+            )
+            self._lost &= {node.node_id for node in nodes}
+            if self._wanted():  # asked, or lost, while the round was being formed
+                os.eventfd_write(self.wake_fd, 1)
+            else:
+                self._drain()
+        self._runtime.event(
+            "round_started",
+            round=number,
+            node_rank=me,
+            nodes=[node.node_id for node in nodes],
+            world_size=self.round.world_size,
+            restore_iteration=outcome.plan.iteration,
+            source=outcome.restore_source,
+            lost_iterations=outcome.lost_iterations,
+        )
+
+    def _myself(self) -> PeerNode:
+        server = self._runtime.server
+        return PeerNode(
+            self._runtime.memory.node_id,
+            socket.gethostname(),
+            server.host or self._address,
+            server.port,
+            self._local_world_size,
+            server.own_token,
+        )
+
+    def _store_server(self) -> dist.TCPStore:
+        return dist.TCPStore(self._address, 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+
+    def check_intact(self, members: frozenset[str] | None, torch_round: int | None) -> None:
+        """Raises: _RoundBroken if one of `members` left torch's rendezvous or was declared lost."""
+        with self._lock:
+            if self._lost:
+                raise _RoundBroken(f"node {', '.join(sorted(self._lost))} was lost meanwhile")
+            if members is not None and self._to_evict & members:
+                raise _RoundBroken("a node that was lost is still a member")
+        if self._membership is None or members is None:
+            return
+        now = self._membership.now()
+        if now.round != torch_round or not members <= now.participants:
+            raise _RoundBroken("another node left meanwhile")
+
+    def members_now(self) -> tuple[frozenset[str] | None, int | None]:
+        if self._membership is None:
+            return None, None
+        now = self._membership.now()
+        return now.participants, now.round
+
+
+class _Exchange:
+    """The agents of one round say things to each other, through the store that torch's rendezvous gave them."""
+
+    def __init__(self, owner: GeminiRendezvous, joined: RendezvousInfo) -> None:
+        self._owner = owner
+        self._rank = joined.rank  # torch's, until `reorder`
+        self._size = joined.world_size
+        self._members, self._round = owner.members_now()
+        with _store_errors():
+            prefix = "gemini"
+            if self._members is None:
+                # A static rendezvous gives the same store each time: all nodes enter each round once.
+                entered = joined.store.add("gemini/entered", 1)
+                prefix = f"gemini/{(entered - 1) // self._size}"
+            self._store = dist.PrefixStore(prefix, joined.store)
+        if self._members is not None and len(self._members) != self._size:
+            raise _RoundBroken("another node left meanwhile")
+
+    def reorder(self, ranks: dict[str, int], said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Speak in node-rank order from now on; returns `said` in that order."""
+        ordered = sorted(said, key=lambda s: ranks[s["node"]["node_id"]])
+        self._rank = ordered.index(said[self._rank])
+        return ordered
+
+    def gather(self, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        self.publish(f"{name}/{self._rank}", mine)
+        return self._await([f"{name}/{rank}" for rank in range(self._size)])
+
+    def publish(self, key: str, value: dict[str, Any]) -> None:
+        with _store_errors():
+            self._store.set(key, json.dumps(value))
+
+    def read(self, key: str) -> dict[str, Any]:
+        return self._await([key])[0]
+
+    def _await(self, keys: list[str]) -> list[dict[str, Any]]:
+        began = looked = time.monotonic()
+        while True:
+            with _store_errors():
+                if self._store.check(keys):
+                    return [json.loads(value) for value in self._store.multi_get(keys)]
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                self._owner.check_intact(self._members, self._round)
+            if self._members is None and now - began > _STATIC_JOIN_SECONDS:
+                raise RendezvousTimeoutError(f"no word from another node for {_STATIC_JOIN_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed.DistError and its kin
+        raise RendezvousConnectionError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _private_store() -> Iterator[None]:
+    """torch shares one store over all rounds, and a survivor of a round never publishes it again, so a replacement
+    node waits for it for ever. Switched off, each round has bootstrap information of its own."""
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+# --- addresses -----------------------------------------------------------------------------------------
+
+
+def _where(inner: RendezvousHandler, membership: Membership | None) -> tuple[str, str | None, int]:
+    """(what torch takes for this node's address, host of the rendezvous, nodes at most) of any handler."""
+    if membership is not None:
+        return membership.address, membership.store_host(), membership.max_nodes
+    endpoint = getattr(inner, "master_addr", None)
+    return socket.gethostname(), endpoint, int(getattr(inner, "world_size", 1))
+
+
+def advertised_address(local: str, endpoint: str | None, max_nodes: int) -> str:
+    """An address of this node that its peers can use, without asking for the name of this host.
+
+    Args:
+        local: what the user gave as --local-addr, else the host's name, which often resolves nowhere.
+        endpoint: host of the rendezvous: whoever reaches it is reached on the same interface.
+        max_nodes: 1 = nobody else needs it.
+
+    Raises: ConfigError for a job of several nodes on a machine without any route.
+    """
+    own_name = socket.gethostname().split(".")[0]
+    if local and local.split(".")[0] != own_name:
+        return local
+    if max_nodes == 1:
+        return "127.0.0.1"
+    towards = endpoint or ADDRESS_OF_NOBODY
+    address = _own_address_towards(towards)
+    if address is not None and (not address.startswith("127.") or towards in ("localhost", "127.0.0.1", "::1")):
+        return address
+    # The endpoint names this very host by a name that is loopback here (Debian's 127.0.1.1), not elsewhere.
+    address = _own_address_towards(ADDRESS_OF_NOBODY)
+    if address is None:
+        raise ConfigError(
+            f"no address of this node that others could use was found (towards {towards}): give --local-addr"
+        )
+    return address
+
+
+def _own_address_towards(host: str) -> str | None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # of UDP: no packet is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
