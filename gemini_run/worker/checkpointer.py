@@ -20,6 +20,7 @@ from gemini_run.plan.placement import placement
 from gemini_run.terminal import say
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
 from gemini_run.worker.beacon import Progress
+from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
 from gemini_run.worker.components import components_of
@@ -56,7 +57,8 @@ class Checkpointer:
         self._ready = False
         self._closed = False
         self._context = WorkerContext.from_env()
-        self._components = components_of(objects)
+        # Buckets first: laying them out runs a backward, which nothing restored before may see.
+        self._components = [Buckets(objects), *components_of(objects)]
         if self._context is None:
             return
         self._rank = int(os.environ["RANK"])

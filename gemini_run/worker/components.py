@@ -18,6 +18,8 @@ from gemini_run.worker import codec, rng
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.layout import PayloadReader, PlanBuilder, StructureChanged, dtensor_of, local_of
 
+RESERVED_NAMES = ("rng", "ddp_buckets", "iteration")  #: always included, not for the script to give
+
 _ADAM_LIKE = 2  # moments of the parameter's size
 
 
@@ -341,7 +343,7 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
         return names
 
     for name, target in objects.items():
-        if name in ("rng", "iteration"):
+        if name in RESERVED_NAMES:
             raise ConfigError(f"Checkpointer({name}=...): {name} is always included, leave it out")
         if target is None:
             raise ConfigError(f"Checkpointer({name}=None): leave it out, or pass the object")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.memory.segment import scan_slots
 from gemini_run.memory.slots import Slot
 from gemini_run.wire import MemoryPaths
 from gemini_run.worker.codec import unpack_objects
-from gemini_run.worker.components import Component
+from gemini_run.worker.components import RESERVED_NAMES, Component
 from gemini_run.worker.layout import PayloadReader
 
 
@@ -44,16 +44,21 @@ def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, 
     except ReplicaCorrupt:
         slot.refuse()
         raise
-    names = {component.name for component in components}
-    if names != static.keys():
+    given, taken = _given(component.name for component in components), _given(static)
+    if given != taken:
         raise GeminiError(
-            f"the checkpoint was taken with Checkpointer({', '.join(sorted(static.keys() - {'rng'}))}), the "
-            f"script now gives ({', '.join(sorted(names - {'rng'}))}): give the same names"
+            f"the checkpoint was taken with Checkpointer({', '.join(taken)}), the script now gives "
+            f"({', '.join(given)}): give the same names"
         )
     reader = PayloadReader(manifest, slot.payload(header))
     for component in components:  # generators come last: loading the others may draw from them
         component.restore(static[component.name], dynamic[component.name], reader)
     return Restored(iteration, slot, index, header.payload_length, time.perf_counter() - started)
+
+
+def _given(names: Iterable[str]) -> list[str]:
+    """Those of the components' names that the script chose."""
+    return sorted(set(names) - set(RESERVED_NAMES))
 
 
 def _open(paths: MemoryPaths, owner: int, iteration: int) -> tuple[Slot, int]:

@@ -33,7 +33,7 @@ torch.manual_seed(int(os.environ["RANK"]))
 model = nn.Linear(300, 300)
 optimizer = torch.optim.AdamW(model.parameters())
 ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer)
-for step in ckpt.steps(3 if MODE == "early" and os.environ["RANK"] == "1" else TOTAL):
+for _step in ckpt.steps(3 if MODE == "early" and os.environ["RANK"] == "1" else TOTAL):
     optimizer.zero_grad()
     model(torch.randn(4, 300)).square().sum().backward()
     optimizer.step()
