@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from gemini_run.testing.compare import count_tensors, differences
-from gemini_run.testing.nodes import LocalCluster, NodeKind, gemini_run_program, require_root_namespaces
+from gemini_run.testing.nodes import (
+    LocalCluster,
+    NodeKind,
+    WaitTimeout,
+    gemini_run_program,
+    require_root_namespaces,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "char_lm.py"
@@ -205,4 +211,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (RuntimeError, WaitTimeout, subprocess.CalledProcessError) as error:
+        say(f"FAILED: {error}")
+        sys.exit(1)

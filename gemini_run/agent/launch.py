@@ -149,7 +149,7 @@ def _run_node(
         stack.callback(lambda: memory.release(remove=ending.succeeded))
         # One node alone has no peers: nobody outside this host is to see its port.
         server = AgentServer(memory, config.run_id, host="127.0.0.1" if config.max_nodes == 1 else "")
-        stack.callback(server.close)
+        stack.callback(server.stop)
         server.start()
         runtime = NodeRuntime(settings, config.run_id, paths, memory, server)
         starter = WorkerStarter(
@@ -199,7 +199,7 @@ class _Node:
         self._rendezvous = rendezvous.wrap(
             rendezvous_registry.get_rendezvous_handler(parameters), runtime, config.nproc_per_node
         )
-        self._persister = Persister(runtime, self._rendezvous, call=self._rendezvous.call)
+        self._persister = Persister(runtime, self._rendezvous)
         self._reporter = Reporter(runtime, self._rendezvous, self._state, self._persister)
         spec = WorkerSpec(
             role=config.role,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import threading
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -64,13 +65,27 @@ def _check_c10d(endpoint: str) -> None:
     if port == 0 or not _matches_machine_hostname(host) or _port_free(port):
         return
     # Held: by an agent of this job that was first on this host, or by a stranger.
-    try:
-        TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PROBE_SECONDS))
-    except RuntimeError as error:  # torch.distributed's errors derive from it
+    if not _is_store(host, port):
         raise ConfigError(
             f"--rdzv-endpoint {endpoint}: port {port} on this host is held by a program that is not a "
             "rendezvous store; give another port"
-        ) from error
+        )
+
+
+def _is_store(host: str, port: int) -> bool:
+    """Whether a TCPStore answers there in time. In a thread: against a silent stranger its constructor never ends."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        limit = timedelta(seconds=_PROBE_SECONDS)
+        try:
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        except RuntimeError:  # torch.distributed's errors derive from it
+            return
+        answered.set()
+
+    threading.Thread(target=ask, name="gemini-probe", daemon=True).start()
+    return answered.wait(_PROBE_SECONDS)
 
 
 def _port_free(port: int) -> bool:

@@ -71,7 +71,7 @@ def form(
 def _options(store_host: str, timeout: timedelta) -> Any:
     # The interface: what the user told gloo, else the one that reaches the round's store. torch's default
     # resolves the own host name, which on many clusters is unknown or belongs to a management network.
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._threads = 2
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
