@@ -18,7 +18,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
@@ -216,7 +216,7 @@ class _Node:
         )
         self._agent = GeminiAgent(
             spec=spec,
-            logs_specs=config.logs_specs,
+            logs_specs=config.logs_specs or DefaultLogsSpecs(),
             start_method=config.start_method,
             log_line_prefix_template=config.log_line_prefix_template,
             shutdown_timeout=getattr(config, "shutdown_timeout", None),

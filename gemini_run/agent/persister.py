@@ -11,58 +11,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gemini_run.agent.persist_node import Message, NodePart, decode_stored
+from gemini_run.agent.runtime import NodeRuntime, RoundInfo
 from gemini_run.agent.server import call as http_call
-from gemini_run.config import Settings
 from gemini_run.durable.checkpoint import newest_committed, prune, remove, remove_partial
 from gemini_run.durable.tier import DurableTier, open_tier
 from gemini_run.durable.upload import Stored, commit
 from gemini_run.errors import DurableError, GeminiError, PeerLost
-from gemini_run.memory.segment import NodeMemory, read_beacons
+from gemini_run.memory.segment import read_beacons
 from gemini_run.plan.manifest import Manifest
 from gemini_run.plan.persist import Assignment, Shard, assign
+from gemini_run.plan.recovery import rank_ranges
 from gemini_run.terminal import say
 
 POLL = 0.2  #: seconds between looks at the slots' headers
 CALL_TIMEOUT = 120.0  #: seconds a peer has to answer; sealing a big slot takes some
 RPC_COLLECT, RPC_UPLOAD, RPC_STATUS = "persist-collect", "persist-upload", "persist-status"
 RPC_RELEASE, RPC_WANT = "persist-release", "persist-want"
-
-
-class Peer(Protocol):
-    """A node of the round (`agent.rendezvous.PeerNode`)."""
-
-    @property
-    def node_id(self) -> str: ...
-    @property
-    def local_world_size(self) -> int: ...
-
-
-class Round(Protocol):
-    """What the rendezvous says of the present round (`agent.rendezvous.RoundInfo`)."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def node_rank(self) -> int: ...
-    @property
-    def nodes(self) -> Sequence[Any]: ...
-
-
-class Runtime(Protocol):
-    """What the persister needs of `agent.runtime.NodeRuntime`."""
-
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def run_id(self) -> str: ...
-    @property
-    def memory(self) -> NodeMemory: ...
-    @property
-    def server(self) -> Any: ...
-    def event(self, event: str, **fields: Any) -> None: ...
 
 
 Call = Callable[[Any, str, Message], Message]  #: (peer, name, payload) -> answer; raises PeerLost
@@ -83,7 +50,7 @@ class Persister:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: NodeRuntime,
         rendezvous: Any,
         *,
         call: Call = ask_over_http,
@@ -91,7 +58,7 @@ class Persister:
     ) -> None:
         """
         Args:
-            rendezvous: its ``round`` is the present Round, None before the first.
+            rendezvous: its ``round`` is the present RoundInfo, None before the first.
             call: asks another agent.
             tier: default: the one that the settings name.
 
@@ -159,7 +126,7 @@ class Persister:
             problem = self._see_to(newest, deadline)
             if problem is not None and not self._is_durable(newest):
                 say(f"iteration {newest} did not reach the durable tier {self._tier.location}: {problem}")
-                self._event("persist_abandoned", iteration=newest, reason=problem)
+                self._runtime.event("persist_abandoned", iteration=newest, reason=problem)
         self.close()
         if self.durable is not None:
             say(f"newest durable checkpoint: iteration {self.durable} in {self._tier.location}")
@@ -228,7 +195,7 @@ class Persister:
 
     def _own(self) -> range:
         """Global ranks of this node."""
-        present: Round = self._rendezvous.round
+        present: RoundInfo = self._rendezvous.round
         return _ranks(present)[present.node_rank]
 
     # --- the thread ---------------------------------------------------------------------------------
@@ -258,7 +225,7 @@ class Persister:
                 self._attempt(iteration, present)
         self._node.sweep(present.number, _ranks(present)[present.node_rank])
 
-    def _due(self, present: Round) -> int | None:
+    def _due(self, present: RoundInfo) -> int | None:
         """The iteration to persist now, if any."""
         memory = self._runtime.memory
         own = _ranks(present)[present.node_rank]
@@ -273,7 +240,7 @@ class Persister:
                 due.append(header.iteration)
         return max((i for i in due if self._failed is None or i > self._failed), default=None)
 
-    def _attempt(self, iteration: int, present: Round) -> None:
+    def _attempt(self, iteration: int, present: RoundInfo) -> None:
         """Persist it; whatever happens, holds are cleared and everyone is told."""
         assert self._tier is not None, "no tier"
         started = time.monotonic()
@@ -283,7 +250,7 @@ class Persister:
             durable = self._made = iteration
             self.failures = 0
             seconds = time.monotonic() - started
-            self._event(
+            self._runtime.event(
                 "persisted", iteration=iteration, bytes=size, seconds=round(seconds, 3),
                 location=self._tier.location,
             )  # fmt: skip
@@ -295,14 +262,14 @@ class Persister:
                 f"durable checkpoint of iteration {iteration} failed ({self.failures} in a row), the next "
                 f"interval tries again: {cause}"
             )
-            self._event("persist_failed", iteration=iteration, error=cause, failures=self.failures)
+            self._runtime.event("persist_failed", iteration=iteration, error=cause, failures=self.failures)
         finally:
             self._release(iteration, durable, present)
             with self._changed:
                 self._changed.notify_all()
         self._tidy(durable)
 
-    def _persist(self, iteration: int, present: Round) -> int:
+    def _persist(self, iteration: int, present: RoundInfo) -> int:
         """The two phases. Returns: bytes stored."""
         assert self._tier is not None, "no tier"
         ranks = _ranks(present)
@@ -326,7 +293,7 @@ class Persister:
         )  # fmt: skip
         return marker.size
 
-    def _await(self, peer: Any, iteration: int, present: Round) -> Stored:
+    def _await(self, peer: Any, iteration: int, present: RoundInfo) -> Stored:
         while True:
             answer = self._ask(peer, RPC_STATUS, {"iteration": iteration})
             if not answer["running"]:
@@ -337,7 +304,7 @@ class Persister:
             if now is not None and _identities(now.nodes) != _identities(present.nodes):
                 raise DurableError("the job re-formed with other nodes meanwhile")
 
-    def _release(self, iteration: int, durable: int | None, present: Round) -> None:
+    def _release(self, iteration: int, durable: int | None, present: RoundInfo) -> None:
         payload = {"iteration": iteration, "durable": durable}
         for peer in present.nodes:
             try:
@@ -363,29 +330,17 @@ class Persister:
             raise DurableError(str(answer["error"]))
         return answer
 
-    def _event(self, event: str, **fields: Any) -> None:
-        try:
-            self._runtime.event(event, **fields)
-        except OSError as error:
-            say(f"the run's event log cannot be written: {error.strerror}")
-
 
 def _orders(assignment: Assignment, iteration: int, node_rank: int, own: range) -> Message:
     """What a node is told to store, as JSON."""
     ranks = {}
     for rank in own:
-        writes = [(i, assignment.entries[i].item) for i in assignment.written_by(rank)]
-        ranks[str(rank)] = {"writes": writes, "uses": assignment.uses[rank]}
+        ranks[str(rank)] = {"writes": assignment.writes_of(rank), "uses": assignment.uses[rank]}
     return {"iteration": iteration, "node_rank": node_rank, "ranks": ranks}
 
 
-def _ranks(present: Round) -> list[range]:
-    """The global ranks of each node, in node-rank order."""
-    ranks, first = [], 0
-    for node in present.nodes:
-        ranks.append(range(first, first + node.local_world_size))
-        first += node.local_world_size
-    return ranks
+def _ranks(present: RoundInfo) -> list[range]:
+    return rank_ranges([node.local_world_size for node in present.nodes])
 
 
 def _identities(nodes: Sequence[Any]) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hmac
 import http.client
 import json
@@ -165,14 +166,15 @@ class AgentServer:
 
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await response.prepare(request)
-        while not self._stopping.is_set():
-            await response.write(BEAT)
-            try:
-                await asyncio.wait_for(self._stopping.wait(), HEARTBEAT_SECONDS)
-            except asyncio.TimeoutError:
-                continue
-        await response.write(FINISHED if self.finished else LEFT)
-        await response.write_eof()
+        try:
+            while not self._stopping.is_set():
+                await response.write(BEAT)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), HEARTBEAT_SECONDS)
+            await response.write(FINISHED if self.finished else LEFT)
+            await response.write_eof()
+        except ConnectionError:
+            pass  # the watcher is gone; who watches it says so
         return response
 
     async def _post_rpc(self, request: web.Request) -> web.StreamResponse:

@@ -101,6 +101,11 @@ class RankPart:
     writes: Sequence[tuple[int, int]]
     uses: Sequence[int | None]
 
+    @classmethod
+    def of(cls, assignment: Assignment, rank: int, slot: Path) -> RankPart:
+        """`rank`'s part of `assignment`, stored from `slot`."""
+        return cls(slot, assignment.writes_of(rank), assignment.uses[rank])
+
 
 @dataclasses.dataclass
 class Stored:

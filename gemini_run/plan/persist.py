@@ -60,6 +60,10 @@ class Assignment:
         mine = [i for i, entry in enumerate(self.entries) if entry.writer == rank]
         return sorted(mine, key=lambda i: self.entries[i].item)
 
+    def writes_of(self, rank: int) -> list[tuple[int, int]]:
+        """(entry, index in the rank's manifest) of all that `rank` stores, in the order of its payload."""
+        return [(index, self.entries[index].item) for index in self.written_by(rank)]
+
 
 @dataclasses.dataclass
 class _Variant:

@@ -93,9 +93,10 @@ def _order_of(ddp: DistributedDataParallel) -> list[int]:
     At the first boundary the second layout does not exist yet: it is made now, as the next forward would.
     A collective of the wrapper's own group; every rank is at this boundary.
     """
-    if ddp.reducer._rebuild_buckets():
-        ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]  # refreshes what is read here
-    text = str(ddp._get_ddp_logging_data().get(_ORDER_KEY, ""))  # type: ignore[operator]
+    wrapper: Any = ddp  # what is read here has no types in some torch releases, wrong ones in others
+    if wrapper.reducer._rebuild_buckets():
+        wrapper.logger.set_runtime_stats_and_log()  # refreshes what is read next
+    text = str(wrapper._get_ddp_logging_data().get(_ORDER_KEY, ""))
     return [int(index) for index in text.replace(",", " ").split()]
 
 
@@ -111,7 +112,7 @@ def _lay_out(ddp: DistributedDataParallel, order: list[int]) -> bool:
         ddp.reducer.prepare_for_forward()
         ddp.reducer.prepare_for_backward([])
         for index in order:
-            (parameters[index] * 0).sum().backward()  # type: ignore[no-untyped-call]
+            (parameters[index] * 0).sum().backward()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     rebuilt: bool = ddp.reducer._rebuild_buckets()

@@ -66,12 +66,7 @@ def assign_slots(paths: Mapping[int, Path], iteration: int = 7) -> Assignment:
 
 
 def parts_of(assignment: Assignment, paths: Mapping[int, Path]) -> dict[int, RankPart]:
-    return {
-        rank: RankPart(
-            path, [(i, assignment.entries[i].item) for i in assignment.written_by(rank)], assignment.uses[rank]
-        )
-        for rank, path in paths.items()
-    }
+    return {rank: RankPart.of(assignment, rank, path) for rank, path in paths.items()}
 
 
 def persist(tier, paths: Mapping[int, Path], iteration: int = 7):

@@ -4,11 +4,16 @@ Found because the agent puts this folder first on PYTHONPATH. It takes that back
 script, its children and the user's own sitecustomize see nothing of it. Standard library only.
 """
 
+import importlib
 import os
 import sys
 
+TYPE_CHECKING = False  # typing itself is slow to import
+if TYPE_CHECKING:
+    from typing import Any
 
-def _take_back():
+
+def _take_back() -> "dict[str, Any] | None":
     """Undo the injection; the agent's message to this interpreter, or None."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
@@ -18,7 +23,7 @@ def _take_back():
         return None
     import json
 
-    boot = json.loads(text)
+    boot: dict[str, Any] = json.loads(text)
     if boot["pythonpath"] is None:
         os.environ.pop("PYTHONPATH", None)
     else:
@@ -26,11 +31,11 @@ def _take_back():
     return boot
 
 
-def _run_the_users_own():
+def _run_the_users_own() -> bool:
     """Import the sitecustomize that this one hides; False if there is none."""
     ours = sys.modules.pop("sitecustomize")
     try:
-        import sitecustomize  # noqa: F401
+        importlib.import_module("sitecustomize")
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
@@ -41,8 +46,6 @@ def _run_the_users_own():
 
 _boot = _take_back()
 if _boot is not None:
-    import importlib
-
     # In a zygote this returns in the forked workers alone, once each.
     importlib.import_module(_boot["bootstrap"]).enter(_boot)
 if not _run_the_users_own():
