@@ -1,0 +1,401 @@
+"""Real torch rendezvous handlers over a TCPStore, real servers and memory: several nodes as threads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import os
+import select
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_dynamic
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _DistributedRendezvousOpExecutor,
+    _RendezvousState,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from gemini_run.agent import rendezvous
+from gemini_run.agent import server as server_module
+from gemini_run.agent.rendezvous import GeminiRendezvous, advertised_address
+from gemini_run.agent.runtime import NodeRuntime, RoundInfo
+from gemini_run.agent.server import AgentServer
+from gemini_run.config import Settings
+from gemini_run.errors import ConfigError, Unrecoverable
+from gemini_run.journal import read_events
+from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
+from gemini_run.testing.slotfiles import write_slot
+from gemini_run.wire import RunPaths
+
+PATIENCE = 60.0  #: seconds after which a test counts as hung
+
+
+class Node:
+    """One node: memory, server and rendezvous, as the agent puts them together."""
+
+    def __init__(self, run_id: str, inner: RendezvousHandler, base: Path, settings: Settings, paths: RunPaths) -> None:
+        self.memory = NodeMemory.claim(run_id, base)
+        self.server = AgentServer(self.memory, run_id)
+        self.server.start()
+        self.inner = inner
+        self.runtime = NodeRuntime(settings, run_id, paths, self.memory, self.server)
+        self.rendezvous = GeminiRendezvous(inner, self.runtime, 1)
+        self.info: RendezvousInfo | None = None
+
+    @property
+    def round(self) -> RoundInfo:
+        assert self.rendezvous.round is not None, "no round has formed"
+        return self.rendezvous.round
+
+    def next(self) -> RoundInfo:
+        self.info = self.rendezvous.next_rendezvous()
+        return self.round
+
+    def slot(self, owner: int, iteration: int, world_size: int, *, round: int = 0) -> None:
+        write_slot(
+            self.memory.paths.slot(owner, iteration % 2),
+            iteration=iteration,
+            tensors={"w": bytes([owner]) * 5000},
+            owner=owner,
+            world_size=world_size,
+            round=round,
+        )
+
+    def finished(self, iteration: int) -> None:
+        beacon = Beacon(self.memory.paths.beacon(0), writable=True)
+        beacon.write(BeaconState(1, "training", iteration, iteration, iteration, 0.0, 0.0, 1, 0.0))
+        beacon.close()
+
+    def dies(self) -> None:
+        """As a killed agent: no farewell, no heartbeat, its port closed, its memory gone."""
+        if isinstance(self.inner, DynamicRendezvousHandler):
+            self.inner._stop_heartbeats()
+        self.rendezvous._monitor.stop()
+        farewell, server_module.LEFT = server_module.LEFT, b""
+        self.server.stop()
+        server_module.LEFT = farewell
+        self.memory.release(remove=True)
+
+    def wakes(self) -> bool:
+        return bool(select.select([self.rendezvous.wake_fd], [], [], PATIENCE)[0])
+
+    def ends(self) -> None:
+        self.rendezvous._monitor.stop()
+        if isinstance(self.inner, DynamicRendezvousHandler):
+            self.inner._stop_heartbeats()
+        self.server.stop()
+        self.memory.release(remove=True)
+
+
+class Job:
+    def __init__(self, tmp_path: Path, num_nodes: int) -> None:
+        self.paths = RunPaths(tmp_path / "run")
+        self.paths.root.mkdir()
+        self._base = tmp_path
+        self._num_nodes = num_nodes
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pool = ThreadPoolExecutor(8)
+        self.nodes: list[Node] = []
+
+    def node(self, settings: Settings | None = None) -> Node:
+        """A fresh node. Nodes are told apart by torch through a counter, so they may share the process."""
+        store = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, wait_for_workers=False)
+        inner = DynamicRendezvousHandler.from_backend(
+            "job", store, C10dRendezvousBackend(store, "job"), self._num_nodes, self._num_nodes,
+            local_addr="127.0.0.1", timeout=RendezvousTimeout(),
+        )  # fmt: skip
+        node = Node("job", inner, self._base, settings or Settings(), self.paths)
+        self.nodes.append(node)
+        return node
+
+    def start(self, *nodes: Node) -> list[Future[RoundInfo]]:
+        return [self._pool.submit(node.next) for node in nodes]
+
+    def form(self, *nodes: Node) -> list[RoundInfo]:
+        return [future.result(PATIENCE) for future in self.start(*nodes)]
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        return [event for event in read_events(self.paths.events) if event["event"] == name]
+
+    def close(self) -> None:
+        for node in self.nodes:
+            with contextlib.suppress(RuntimeError):
+                node.ends()
+        self._pool.shutdown(wait=False)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
+    jobs: list[Job] = []
+
+    def make(num_nodes: int) -> Job:
+        jobs.append(Job(tmp_path, num_nodes))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        each.close()
+
+
+def ids(nodes: Sequence[Node]) -> list[str]:
+    return [node.memory.node_id for node in nodes]
+
+
+def by_rank(nodes: Sequence[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: node.round.node_rank)
+
+
+def test_a_first_round(job: Callable[[int], Job], capfd: pytest.CaptureFixture[str]) -> None:
+    run = job(2)
+    a, b = run.node(), run.node()
+    rounds = run.form(a, b)
+    assert [r.number for r in rounds] == [0, 0]
+    assert {r.node_rank for r in rounds} == {0, 1}
+    assert rounds[0].nodes == rounds[1].nodes
+    assert [peer.node_id for peer in rounds[0].nodes] == ids(by_rank([a, b]))
+    assert {(r.plan.source, r.restore_source, r.lost_iterations) for r in rounds} == {("none", "none", 0)}
+    assert a.server.token == b.server.token
+    assert capfd.readouterr().err.count("fresh start (no checkpoint found)") == 1
+    assert not run.events("fell_back")
+    context = a.rendezvous.worker_context()
+    assert (context.round, context.replicas, context.restore_iteration) == (0, 2, None)
+    assert (context.store_host, context.store_port) == (a.round.store_host, a.round.store_port)
+    assert a.rendezvous.num_nodes_waiting() == b.rendezvous.num_nodes_waiting() == 0
+
+
+def test_five_rounds_in_a_row_have_fresh_stores_and_sticky_ranks(job: Callable[[int], Job]) -> None:
+    run = job(2)
+    nodes = [run.node(), run.node()]
+    ranks, ports = [], []
+    for number in range(5):
+        rounds = run.form(*nodes)
+        assert [r.number for r in rounds] == [number, number]
+        ranks.append([r.node_rank for r in rounds])
+        ports.append(rounds[0].store_port)
+        for node in nodes:
+            assert node.info is not None and node.info.bootstrap_store_info is not None
+            assert node.info.bootstrap_store_info.master_port == rounds[0].store_port
+            assert not node.info.store.check(["of-an-earlier-round"])
+        first = by_rank(nodes)[0].info
+        assert first is not None
+        first.store.set("of-an-earlier-round", "x")
+        last = by_rank(nodes)[1].info
+        assert last is not None and last.store.get("of-an-earlier-round") == b"x"
+    assert all(r == ranks[0] for r in ranks)
+    assert len(run.events("round_started")) == 10
+
+
+@pytest.mark.parametrize("lost_rank", [0, 1])
+def test_a_newcomer_takes_the_lost_rank_and_pulls_its_shard(job: Callable[[int], Job], lost_rank: int) -> None:
+    run = job(2)
+    nodes = [run.node(), run.node()]
+    run.form(*nodes)
+    for node in nodes:  # both hold both shards, as after a commit with two replicas
+        node.slot(0, 7, 2)
+        node.slot(1, 7, 2)
+        node.finished(8)
+    dead, survivor = by_rank(nodes)[lost_rank], by_rank(nodes)[1 - lost_rank]
+    dead.dies()
+    assert survivor.wakes()
+    assert survivor.rendezvous.num_nodes_waiting() > 0
+    newcomer = run.node()
+    new, old = run.form(newcomer, survivor)
+    assert (new.node_rank, old.node_rank) == (lost_rank, 1 - lost_rank)
+    assert (new.number, old.number) == (1, 1)
+    assert (new.plan.iteration, new.restore_source, old.restore_source) == (7, "peer", "local")
+    assert old.lost_iterations == new.lost_iterations == 1
+    pulled = newcomer.memory.find(lost_rank, 7)
+    assert pulled is not None and pulled.header is not None and pulled.header.sealed
+    [lost] = run.events("node_lost")
+    assert (lost["node"], lost["peer"]) == (survivor.memory.node_id, dead.memory.node_id)
+    [fetch] = run.events("fetch_done")
+    assert (fetch["owner"], fetch["from"]) == (lost_rank, survivor.memory.node_id)
+    assert newcomer.memory.notes()["history"] == [[0, 0], [1, 7]]
+
+
+def test_the_survivor_evicts_a_dead_member_and_needs_no_keep_alive_timeout(job: Callable[[int], Job]) -> None:
+    run = job(2)
+    nodes = [run.node(), run.node()]
+    run.form(*nodes)
+    dead, survivor = nodes
+    name = survivor.rendezvous._names[dead.memory.node_id]
+    dead.dies()
+    assert survivor.wakes()
+    membership = survivor.rendezvous._membership
+    assert membership is not None
+    assert membership.evict({name}) == {name}
+    assert membership.now().participants == {membership.me}
+
+
+def test_an_evicted_node_that_lives_joins_again(job: Callable[[int], Job]) -> None:
+    run = job(2)
+    a, b = run.node(), run.node()
+    run.form(a, b)
+    membership = a.rendezvous._membership
+    assert membership is not None
+    membership.evict({a.rendezvous._names[b.memory.node_id]})
+    assert b.rendezvous.num_nodes_waiting() > 0  # it sees that it is out
+    ranks = (a.round.node_rank, b.round.node_rank)
+    rounds = run.form(a, b)
+    assert tuple(r.node_rank for r in rounds) == ranks
+    assert [r.number for r in rounds] == [1, 1]
+
+
+def test_a_failure_is_announced_to_all_peers(job: Callable[[int], Job]) -> None:
+    run = job(3)
+    nodes = [run.node() for _ in range(3)]
+    run.form(*nodes)
+    nodes[0].rendezvous.announce_failure()
+    for peer in nodes[1:]:
+        assert peer.wakes()
+        assert peer.rendezvous.num_nodes_waiting() > 0
+    assert nodes[0].rendezvous.num_nodes_waiting() == 0
+    rounds = run.form(*nodes)
+    assert {r.number for r in rounds} == {1}
+    for node in nodes:
+        assert not select.select([node.rendezvous.wake_fd], [], [], 0)[0]
+        assert node.rendezvous.num_nodes_waiting() == 0
+    assert nodes[1].rendezvous._on_reform({"round": 0}) == {}  # late, of a round that is over
+    assert nodes[1].rendezvous.num_nodes_waiting() == 0
+
+
+def test_a_node_that_dies_while_the_round_forms_sends_the_others_back(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job(2)
+    a, b = run.node(), run.node()
+    torch_joined = b.inner.next_rendezvous
+
+    class Died(Exception):
+        pass
+
+    def dies_after_joining() -> RendezvousInfo:
+        torch_joined()
+        b.dies()
+        raise Died
+
+    monkeypatch.setattr(b.inner, "next_rendezvous", dies_after_joining)
+    waiting, dying = run.start(a, b)
+    with pytest.raises(Died):
+        dying.result(PATIENCE)
+    c = run.node()
+    [other] = run.form(c)
+    assert waiting.result(PATIENCE).nodes == other.nodes
+    assert sorted(ids([a, c])) == sorted(peer.node_id for peer in other.nodes)
+
+
+def test_all_copies_of_a_rank_lost_without_a_durable_tier(
+    job: Callable[[int], Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = job(2)
+    settings = Settings(replicas=1)
+    nodes = [run.node(settings), run.node(settings)]
+    run.form(*nodes)
+    dead, survivor = by_rank(nodes)
+    survivor.slot(1, 46, 2)
+    survivor.slot(1, 47, 2)
+    survivor.finished(47)
+    dead.dies()
+    assert survivor.wakes()
+    new, old = run.form(run.node(settings), survivor)
+    assert (new.plan.source, old.lost_iterations) == ("none", 47)
+    err = capfd.readouterr().err
+    assert "all in-memory copies of rank(s) 0 are lost: starting from scratch" in err
+    event = run.events("fell_back")[0]
+    assert (event["from"], event["to"], event["lost"]) == (47, None, [0])
+    assert not [info for info in survivor.memory.scan() if info.usable]  # nothing that contradicts the fresh start
+
+
+def test_require_checkpoint_ends_the_job_on_all_nodes(job: Callable[[int], Job]) -> None:
+    run = job(2)
+    settings = Settings(require_checkpoint=True)
+    futures = run.start(run.node(settings), run.node(settings))
+    for future in futures:
+        with pytest.raises(Unrecoverable, match="--require-checkpoint"):
+            future.result(PATIENCE)
+
+
+def test_more_replicas_than_nodes(job: Callable[[int], Job]) -> None:
+    run = job(1)
+    [future] = run.start(run.node(Settings(replicas=2)))
+    with pytest.raises(ConfigError, match="--replicas 2"):
+        future.result(PATIENCE)
+
+
+def test_a_lost_rendezvous_store_does_not_end_healthy_training(
+    job: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = job(1)
+    node = run.node()
+    run.form(node)
+
+    def gone() -> object:
+        raise rendezvous.RendezvousConnectionError("refused")
+
+    monkeypatch.setattr(node.rendezvous._membership, "now", gone)
+    assert [node.rendezvous.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
+    assert capfd.readouterr().err.count("training goes on") == 1
+
+
+def test_static_rendezvous_gets_a_fresh_store_each_round(tmp_path: Path) -> None:
+    probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # keeps the port, multi-tenant
+    inner = StaticTCPRendezvous("127.0.0.1", probe.port, 0, 1, "job", 60)
+    inner._store = probe
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    node = Node("job", inner, tmp_path, Settings(), paths)
+    try:
+        rounds = [node.next() for _ in range(3)]
+        assert [r.number for r in rounds] == [0, 1, 2]
+        assert all(r.store_port != probe.port for r in rounds)
+        assert node.rendezvous.num_nodes_waiting() == 0
+    finally:
+        node.ends()
+
+
+@pytest.mark.parametrize(
+    ("local", "endpoint", "max_nodes", "expected"),
+    [
+        ("10.1.2.3", "whatever.invalid", 4, "10.1.2.3"),
+        ("localhost", "localhost", 2, "localhost"),
+        (os.uname().nodename, None, 1, "127.0.0.1"),
+        (os.uname().nodename, "127.0.0.1", 2, "127.0.0.1"),
+    ],
+)
+def test_advertised_address(local: str, endpoint: str | None, max_nodes: int, expected: str) -> None:
+    assert advertised_address(local, endpoint, max_nodes) == expected
+
+
+def test_a_name_that_is_loopback_only_here_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"head-node": "127.0.1.1", rendezvous.ADDRESS_OF_NOBODY: "10.9.8.7"}
+    monkeypatch.setattr(rendezvous, "_own_address_towards", routes.get)
+    assert advertised_address(os.uname().nodename, "head-node", 2) == "10.9.8.7"
+    del routes[rendezvous.ADDRESS_OF_NOBODY]
+    with pytest.raises(ConfigError, match="--local-addr"):
+        advertised_address(os.uname().nodename, "head-node", 2)
+
+
+def test_what_membership_relies_on_in_torch() -> None:
+    assert set(vars(_RendezvousState())) == {
+        "round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats",
+    }  # fmt: skip
+    assert list(inspect.signature(torch_dynamic._remove_participant_epilogue).parameters) == ["state", "settings"]
+    assert "_delay(seconds=1)" in inspect.getsource(_DistributedRendezvousOpExecutor.run)
+    assert "self._cache_duration > 0" in inspect.getsource(_BackendRendezvousStateHolder.sync)
+    source = inspect.getsource(DynamicRendezvousHandler)
+    for name in ("self._this_node", "self._heartbeat_lock", "self._state_holder", "self._op_executor", "self._store"):
+        assert f"{name} = " in source, name
+    assert inspect.getsource(DynamicRendezvousHandler.next_rendezvous).index("_stop_heartbeats") > 0
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in inspect.getsource(DynamicRendezvousHandler.next_rendezvous)
+    fields = {field.name for field in dataclasses.fields(torch_dynamic.RendezvousSettings)}
+    assert {"keep_alive_interval", "keep_alive_max_attempt", "max_nodes"} <= fields
