@@ -20,7 +20,7 @@ ENV_WORKER = "GEMINI_WORKER"  #: agent -> worker: WorkerContext as JSON, new in 
 ENV_BOOT = "GEMINI_BOOT"  #: agent -> bootstrap: how this interpreter starts (removed before __main__)
 
 EXIT_REPLAN = 87  #: a worker refused its slot: plan again, from the next source, at no cost in budget
-EXIT_FATAL = 88  #: a worker met what no restart can mend (and has said it in one line): end the run
+EXIT_FATAL = 88  #: a worker met what no restart can mend (its error file says what): end the run
 
 # --- run home: $GEMINI_RUN_HOME/runs/<run id>/ -----------------------------------------------------
 

@@ -24,9 +24,10 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from gemini_run.agent.process import WorkerProcess
 from gemini_run.agent.zygote import StartRequest, WorkerStarter
+from gemini_run.errors import GeminiError
 from gemini_run.memory.segment import read_beacons
 from gemini_run.terminal import say
-from gemini_run.wire import ENV_WORKER, EXIT_REPLAN
+from gemini_run.wire import ENV_WORKER, EXIT_FATAL, EXIT_REPLAN
 
 if TYPE_CHECKING:
     from gemini_run.agent.rendezvous import GeminiRendezvous
@@ -81,6 +82,8 @@ class WorkerFailure:
             return "refused its checkpoint slot"
         if self.exception:
             return f"raised {self.exception.splitlines()[0]}"
+        if self.exitcode == EXIT_FATAL:
+            return "met what no restart can mend"
         return f"exited with code {self.exitcode}"
 
     def __str__(self) -> str:
@@ -124,6 +127,8 @@ class RestartBudget:
 
 def _suspicion(exitcode: int) -> int:
     """Sorts exit codes: the cause of a failure before its consequences."""
+    if exitcode in (EXIT_FATAL, EXIT_REPLAN):
+        return 0
     if exitcode == -signal.SIGTERM:
         return 2
     return 1 if exitcode > 0 else 0
@@ -174,6 +179,7 @@ class GeminiAgent(LocalElasticAgent):
         self._state = state
         self._on_round = on_round
         self._budget = RestartBudget(spec.max_restarts)
+        self.fatal: GeminiError | None = None  #: what a worker said that no restart can mend
         self._finished: RunResult | None = None  #: this node's workers succeeded; peers may still train
         self._restarting = False
 
@@ -296,8 +302,14 @@ class GeminiAgent(LocalElasticAgent):
     def _judge(self, failure: WorkerFailure) -> None:
         """Decide whether torch's loop may restart after `failure`, and tell everyone who waits on it."""
         # A worker whose peer was lost fails too, a moment later: that is the peer's failure, not one of its own.
-        consequence = failure.exitcode > 0 and failure.exitcode != EXIT_REPLAN and self._peer_failed()
-        restart = consequence or failure.exitcode == EXIT_REPLAN or self._budget.charge(failure)
+        ours = failure.exitcode in (EXIT_REPLAN, EXIT_FATAL)
+        consequence = failure.exitcode > 0 and not ours and self._peer_failed()
+        restart = consequence or failure.exitcode == EXIT_REPLAN
+        if failure.exitcode == EXIT_FATAL:
+            _, _, reason = (failure.exception or "see its log").partition(": ")
+            self.fatal = GeminiError(f"rank {failure.rank}: {reason or failure.exception}")
+        elif not restart:
+            restart = self._budget.charge(failure)
         self._runtime.event(
             "worker_failed",
             rank=failure.rank,
@@ -315,7 +327,7 @@ class GeminiAgent(LocalElasticAgent):
             say(f"{failure}{', its peer having failed' if consequence else ''}; recovering")
             if not consequence:
                 self._rendezvous_handler.announce_failure()
-        else:
+        elif self.fatal is None:  # that one ends the run with a line of its own
             say(f"{failure}; giving up: {self._budget.hopeless or self._spent()}")
         # torch's loop takes one and restarts if it found any: one is granted for each allowed restart.
         self._remaining_restarts = 1 if restart else 0

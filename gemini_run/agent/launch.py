@@ -113,10 +113,10 @@ def launch(command: CommandLine, settings: Settings) -> None:
     preflight.check_durable(settings)
     preflight.check_port(args)
     paths = RunPaths.of(args.rdzv_id)
-    _make_run(paths, args, command, settings)
+    first = _make_run(paths, args, command, settings)
     say(f"run {args.rdzv_id}")
     with _launch_agent_replaced(
-        lambda config, entrypoint, words: _run_node(config, entrypoint, words, paths, settings)
+        lambda config, entrypoint, words: _run_node(config, entrypoint, words, paths, settings, first)
     ):
         record(torchrun.run)(args)
 
@@ -133,7 +133,7 @@ def _launch_agent_replaced(ours: Callable[[LaunchConfig, str, list[str]], Any]) 
 
 
 def _run_node(
-    config: LaunchConfig, entrypoint: str, words: list[str], paths: RunPaths, settings: Settings
+    config: LaunchConfig, entrypoint: str, words: list[str], paths: RunPaths, settings: Settings, first: bool
 ) -> dict[int, Any]:
     """This node's part of the run, in the place of torch's ``launch_agent``: its return value and its errors."""
     # Read by torch where it starts the workers.
@@ -152,6 +152,14 @@ def _run_node(
         stack.callback(server.stop)
         server.start()
         runtime = NodeRuntime(settings, config.run_id, paths, memory, server)
+        runtime.event(
+            "run_started" if first else "node_started",
+            run_id=config.run_id,
+            hostname=socket.gethostname(),
+            pid=os.getpid(),
+            nnodes=f"{config.min_nodes}:{config.max_nodes}",
+            nproc_per_node=config.nproc_per_node,
+        )
         starter = WorkerStarter(
             (entrypoint, *words),
             use_zygote=settings.zygote,
@@ -252,6 +260,8 @@ class _Node:
                 return {}
             if result.is_failed():
                 ending.final = True
+                if self._agent.fatal is not None:
+                    raise self._agent.fatal
                 raise ChildFailedError(name=self._entrypoint_name, failures=result.failures)
             ending.succeeded = ending.final = True
             self._end("succeeded")
@@ -308,8 +318,10 @@ def _seen_imports(path: Path) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _make_run(paths: RunPaths, args: argparse.Namespace, command: CommandLine, settings: Settings) -> None:
+def _make_run(paths: RunPaths, args: argparse.Namespace, command: CommandLine, settings: Settings) -> bool:
     """Make the run's directory and, as the first agent of the run, its run.json.
+
+    Returns: whether this agent was the first.
 
     Raises:
         ConfigError: the run home cannot be written.
@@ -333,8 +345,9 @@ def _make_run(paths: RunPaths, args: argparse.Namespace, command: CommandLine, s
         mine.write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
         try:
             os.link(mine, paths.run_json)  # whole, and only where there is none
+            return True
         except FileExistsError:
-            pass  # another agent of this run was first
+            return False  # another agent of this run, or an earlier start of it
         finally:
             mine.unlink()
     except OSError as error:

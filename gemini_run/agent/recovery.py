@@ -10,7 +10,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from gemini_run.agent.runtime import NodeRuntime, PeerNode
@@ -88,19 +89,24 @@ class Recovery:
         self._world_size = sum(node.local_world_size for node in nodes)
         self._excluded: set[Copy] = set()
         self._durable_excluded: set[int] = set()
+        self._refused: set[Path] = set()  # said once
+        self._other_worlds: dict[int, int] = {}  # world size of other checkpoints -> their newest iteration
 
     def run(self) -> Outcome:
         """Carry the newest iteration that can be had into this node's memory.
 
         Raises:
-            Unrecoverable: nothing was found and --require-checkpoint is set, or no plan worked.
+            Unrecoverable: nothing was found and --require-checkpoint is set, what was found is of another number
+                of ranks, or no plan worked.
             MemoryFull: this node has no room for its slots (its peers raise Unrecoverable that names it).
             DurableError: memory does not suffice and the durable tier cannot be read.
         """
         facts: list[dict[str, Any]] = []
         for attempt in range(ATTEMPTS):
             facts = self._gather(f"facts/{attempt}", self._facts())
+            self._note_other_worlds((slot[3], slot[1]) for said in facts for slot in said["slots"])
             plan = self._plan(attempt, facts)
+            self._refuse_to_go_behind(plan, facts)
             if plan.source == "none" and self._runtime.settings.require_checkpoint:
                 raise Unrecoverable(
                     f"no checkpoint found ({plan.reason}) and --require-checkpoint asks for one: run without it to "
@@ -133,14 +139,39 @@ class Recovery:
             "history": history,
             "finished": max((b.iteration for b in read_beacons(self._memory.paths).values()), default=0),
             "knows": bool(notes),
+            "unknown": [f"{info.path}: {info.problem}" for info in self._memory.scan() if info.unknown_version],
         }
 
     def _inventory(self) -> list[SlotFact]:
-        return [
-            SlotFact(h.owner, h.iteration, h.round, h.world_size, bool(h.sealed), h.end)
-            for info in self._memory.scan()
-            if info.usable and (h := info.header)
-        ]
+        facts = []
+        for info in self._memory.scan():
+            header = info.header
+            if header and info.usable:
+                sealed = bool(header.sealed)
+                facts.append(
+                    SlotFact(header.owner, header.iteration, header.round, header.world_size, sealed, header.end)
+                )
+            elif not info.torn and not info.unknown_version and info.path not in self._refused:
+                self._refused.add(info.path)
+                say(f"slot refused: {info.path}: {info.problem}")
+                self._runtime.event("replica_refused", round=self._number, reason=f"{info.path}: {info.problem}")
+        return facts
+
+    def _refuse_to_go_behind(self, plan: RecoveryPlan, facts: Sequence[dict[str, Any]]) -> None:
+        """What this release cannot read is not thrown away by training from an older state, or from scratch.
+
+        Raises: Unrecoverable.
+        """
+        unknown = [slot for said in facts for slot in said["unknown"]]
+        if unknown and plan.source != "memory":
+            raise Unrecoverable(f"{unknown[0]} (or start under another --rdzv-id)")
+        if plan.source == "none" and self._other_worlds:
+            what = ", ".join(f"iteration {i} of {size} rank(s)" for size, i in sorted(self._other_worlds.items()))
+            raise Unrecoverable(
+                f"the run's checkpoints are of another size: {what}; this job has {self._world_size}. This release "
+                "cannot redistribute them: start it with as many workers as before, or, to begin anew, under "
+                "another --rdzv-id and with an empty durable tier"
+            )
 
     def _plan(self, attempt: int, facts: Sequence[dict[str, Any]]) -> RecoveryPlan:
         nodes = [
@@ -164,9 +195,13 @@ class Recovery:
 
     def _newest_durable(self, attempt: int) -> int | None:
         """The newest durable iteration that every node can read. Raises: DurableError where one cannot look."""
-        mine: dict[str, Any] = {"iterations": [], "error": None}
+        mine: dict[str, Any] = {"iterations": [], "others": [], "error": None}
         try:
-            mine["iterations"] = self._durable_iterations()
+            for iteration, world_size in self._durable_checkpoints():
+                if world_size == self._world_size:
+                    mine["iterations"].append(iteration)
+                else:
+                    mine["others"].append((world_size, iteration))
         except GeminiError as error:
             mine["error"] = str(error)
         said = self._gather(f"durable/{attempt}", mine)
@@ -174,10 +209,12 @@ class Recovery:
             if answer["error"] is not None:
                 # Starting over while checkpoints may be there would in the end overwrite them.
                 raise DurableError(f"node {peer.node_id} cannot read the durable tier: {answer['error']}")
+        self._note_other_worlds(other for answer in said for other in answer["others"])
         common = set.intersection(*(set(answer["iterations"]) for answer in said))
         return max(common - self._durable_excluded, default=None)
 
-    def _durable_iterations(self) -> list[int]:
+    def _durable_checkpoints(self) -> list[tuple[int, int]]:
+        """(iteration, world size) of the newest usable ones."""
         from gemini_run.durable.checkpoint import committed, read_marker  # only here: pulls in the tier's client
         from gemini_run.durable.tier import ObjectMissing, open_tier
 
@@ -191,16 +228,15 @@ class Recovery:
             except (ReplicaCorrupt, ObjectMissing) as error:
                 say(f"durable checkpoint of iteration {iteration} refused: {error}")
                 continue
-            if marker.world_size == self._world_size:
-                usable.append(iteration)
-            else:
-                say(
-                    f"durable checkpoint of iteration {iteration} is of {marker.world_size} ranks, this job has "
-                    f"{self._world_size}: not used"
-                )
+            usable.append((iteration, marker.world_size))
             if len(usable) == DURABLE_CANDIDATES:
                 break
         return usable
+
+    def _note_other_worlds(self, found: Iterable[Sequence[int]]) -> None:
+        for size, iteration in found:
+            if size != self._world_size:
+                self._other_worlds[size] = max(iteration, self._other_worlds.get(size, 0))
 
     # --- execution ----------------------------------------------------------------------------------
 
@@ -346,7 +382,7 @@ class Recovery:
             if header is None:
                 return False
             if header.world_size != self._world_size:
-                return plan.source != "none"  # of a job of another size: kept until there is something newer
+                return True
             return header.iteration > start or not on_course(header.round, header.iteration, history)
 
         self._refuse(superseded)
@@ -366,6 +402,15 @@ class Recovery:
     def _report(self, outcome: Outcome, *, seen: bool) -> None:
         plan = outcome.plan
         if plan.source == "memory":
+            pulled = [fetch for fetch in plan.fetches if fetch.to_node == self._me]
+            where = "this node's memory"
+            if pulled:
+                peers = sorted({self._nodes[fetch.from_node].node_id for fetch in pulled})
+                where = f"{len(pulled)} shard(s) pulled from the memory of {', '.join(peers)}"
+            say(
+                f"round {self._number}: going on from iteration {plan.iteration}, {where}; "
+                f"{outcome.lost_iterations} iteration(s) repeated"
+            )
             return
         if plan.source == "none" and not seen:
             if self._me == 0:

@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from gemini_run.errors import ReplicaCorrupt
+from gemini_run.errors import FormatVersionError, ReplicaCorrupt
 from gemini_run.ids import NodeId, new_node_id
 from gemini_run.journal import write_json_atomic
 from gemini_run.memory.slots import HEADER_BYTES, SlotHeader
@@ -25,11 +25,19 @@ NODE_FORMAT_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class SlotInfo:
-    """One slot file as found on disk. `problem` says why it cannot be used, else None."""
+    """One slot file as found on disk.
+
+    Attributes:
+        problem: why it cannot be used, else None.
+        torn: it holds nothing yet, or its writer died before the commit: no damage, and common.
+        unknown_version: it may well be good, for the release that wrote it.
+    """
 
     path: Path
     header: SlotHeader | None
     problem: str | None
+    torn: bool = False
+    unknown_version: bool = False
 
     @property
     def usable(self) -> bool:
@@ -142,18 +150,21 @@ def scan_slots(paths: MemoryPaths) -> list[SlotInfo]:
         return []
     for path in entries:
         header: SlotHeader | None = None
+        torn = unknown_version = False
         try:
             with path.open("rb") as file:
                 header = SlotHeader.unpack(file.read(HEADER_BYTES))
                 size = os.fstat(file.fileno()).st_size
-            problem = None if header.complete else "torn: its writer died before the commit"
+            torn = not header.complete
+            problem = "torn: its writer died before the commit" if torn else None
             if problem is None and header.end > size:
                 problem = f"truncated: {size} of {header.end} bytes"
         except FileNotFoundError:
             continue
         except ReplicaCorrupt as error:
             problem = str(error)
-        infos.append(SlotInfo(path, header, problem))
+            unknown_version = isinstance(error, FormatVersionError)
+        infos.append(SlotInfo(path, header, problem, torn, unknown_version))
     return infos
 
 

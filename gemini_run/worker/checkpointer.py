@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.peers.group import form
@@ -232,7 +233,8 @@ class Checkpointer:
 
     def _fatal(self, error: GeminiError) -> NoReturn:
         self._progress.event("worker_error", error=type(error).__name__, reason=str(error))
-        say(f"error: rank {self._rank}: {error}")
+        # Into the file where torch's agents look for a worker's exception: ours ends the run with this line.
+        get_error_handler().record_exception(error)
         _leave(EXIT_FATAL)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,14 @@ class Left(BaseException):
 
 
 @pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where torch's agents have a worker leave its exception."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    return path
+
+
+@pytest.fixture
 def leaves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
 
@@ -325,7 +334,7 @@ def test_a_corrupt_slot_is_refused_and_nothing_live_changes(
     assert not any(i.usable and i.header and i.header.iteration == 2 for i in scan_slots(memory))
 
 
-def test_another_model_is_one_clear_line(as_worker: Any, leaves: list[int], capfd: Any) -> None:
+def test_another_model_is_one_clear_line(as_worker: Any, leaves: list[int], error_file: Path) -> None:
     trained(as_worker)
     as_worker(round=1, restore_iteration=2, restore_source="local")
     objects, _ = fresh(conv, 2)
@@ -333,16 +342,18 @@ def test_another_model_is_one_clear_line(as_worker: Any, leaves: list[int], capf
     with pytest.raises(Left):
         gemini_run.Checkpointer(**objects).restore()
     assert leaves == [EXIT_FATAL]
-    assert "the checkpoint holds float32 [8, 4, 3, 3]" in capfd.readouterr().err
+    assert "the checkpoint holds float32 [8, 4, 3, 3]" in error_file.read_text()
 
 
-def test_an_unsupported_tensor_is_refused_before_the_first_step(as_worker: Any, leaves: list[int], capfd: Any) -> None:
+def test_an_unsupported_tensor_is_refused_before_the_first_step(
+    as_worker: Any, leaves: list[int], error_file: Path
+) -> None:
     as_worker()
     model = nn.Linear(2, 2)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     with pytest.raises(Left):
         gemini_run.Checkpointer(model=model).restore()
-    assert leaves == [EXIT_FATAL] and "model.sparse" in capfd.readouterr().err
+    assert leaves == [EXIT_FATAL] and "model.sparse" in error_file.read_text()
 
 
 def test_structure_may_grow(as_worker: Any) -> None:
