@@ -95,8 +95,8 @@ class WorkerFailure:
 class RestartBudget:
     """How many restarts without progress are left. Pure bookkeeping.
 
-    A restart is refunded once an iteration beyond the last failure's was finished. The same exception at the same
-    iteration twice in a row is the script's own fault: nothing is left then.
+    A restart is refunded once an iteration beyond the last failure's was finished. The same exception, or the same
+    exit code without one, at the same iteration twice in a row is the script's own fault: nothing is left then.
 
     Attributes:
         limit: restarts without progress allowed (``--max-restarts``).
@@ -116,13 +116,18 @@ class RestartBudget:
         if last is not None:
             if _newer(failure.iteration, last.iteration):
                 self.left = self.limit
-            elif failure.exception and (failure.exception, failure.iteration) == (last.exception, last.iteration):
-                self.hopeless = "the same exception at the same iteration twice in a row is the script's own"
+            elif failure.exitcode > 0 and _of_the_script(failure) == _of_the_script(last):
+                what = "exception" if failure.exception else "exit code"
+                self.hopeless = f"the same {what} at the same iteration twice in a row is the script's own"
                 self.left = 0
         if self.left == 0:
             return False
         self.left -= 1
         return True
+
+
+def _of_the_script(failure: WorkerFailure) -> tuple[int, str | None, int | None]:
+    return failure.exitcode, failure.exception, failure.iteration
 
 
 def _suspicion(exitcode: int) -> int:

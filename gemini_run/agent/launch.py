@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,11 @@ def torchrun_arguments(command: CommandLine) -> argparse.Namespace:
     return args
 
 
-def launch(command: CommandLine, settings: Settings) -> None:
+def launch(command: CommandLine, settings: Settings, subcommands: Collection[str] = ()) -> None:
     """Run a job on this node to its end. Blocks; to be called from the main thread.
+
+    Args:
+        subcommands: words that mean something else than a script, for a hint where the script is missing.
 
     Raises:
         GeminiError: something to be said in one line.
@@ -112,6 +115,7 @@ def launch(command: CommandLine, settings: Settings) -> None:
     preflight.check_memory(settings)
     preflight.check_durable(settings)
     preflight.check_port(args)
+    preflight.check_script(args, subcommands)
     paths = RunPaths.of(args.rdzv_id)
     first = _make_run(paths, args, command, settings)
     say(f"run {args.rdzv_id}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import shutil
 import socket
 import threading
+from collections.abc import Collection
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -20,6 +23,26 @@ from gemini_run.errors import ConfigError
 
 _C10D_DEFAULT_PORT = 29400
 _PROBE_SECONDS = 5
+
+
+def check_script(args: argparse.Namespace, subcommands: Collection[str] = ()) -> None:
+    """Raises: ConfigError where the program to run is not there: every restart would only find that again.
+
+    Args:
+        subcommands: of gemini-run, one of which a script that is missing may have been meant to be.
+    """
+    script = args.training_script
+    if args.no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(f"{script}: no such program on PATH")
+    elif not args.module and not os.path.exists(script):
+        meant = difflib.get_close_matches(script, subcommands, n=1)
+        hint = f"; did you mean gemini-run {meant[0]}?" if meant else ""
+        raise ConfigError(
+            f"{script}: no such file in {os.getcwd()}{hint}"
+            if not os.path.isabs(script)
+            else f"{script}: no such file{hint}"
+        )
 
 
 def check_memory(settings: Settings) -> None:

@@ -413,8 +413,13 @@ class Recovery:
             )
             return
         if plan.source == "none" and not seen:
-            if self._me == 0:
+            if self._me == 0 and self._number == 0:
                 say("fresh start (no checkpoint found)")
+            elif self._me == 0:
+                say(
+                    "starting again from scratch: no checkpoint was taken (a script is checkpointed once it uses "
+                    "gemini_run.Checkpointer)"
+                )
             return
         ranks = ",".join(map(str, plan.lost))
         what = f"all in-memory copies of rank(s) {ranks} are lost: " if ranks else ""

@@ -6,7 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"gemini-run {__version__}")
         sys.exit(0)
     name = words.pop(0) if words and words[0] in SUBCOMMANDS else "run"
-    state = {"debug": False}  # `run` sets it once it knows
+    state: dict[str, Any] = {"debug": False, "subcommands": tuple(SUBCOMMANDS)}  # `run` sets debug once it knows
     program = "gemini-run" if name == "run" else f"gemini-run {name}"
     try:
         _load(name).main(words, prog_name=program, standalone_mode=False, obj=state)

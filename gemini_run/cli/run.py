@@ -113,4 +113,4 @@ def run(ctx: click.Context, /, config: Path | None, no_zygote: bool | None, scri
         given["zygote"] = False
     settings = resolve(given, os.environ, config)
     ctx.obj["debug"] = settings.debug
-    launch(command, settings)
+    launch(command, settings, ctx.obj["subcommands"])

@@ -98,6 +98,26 @@ def test_more_replicas_than_nodes(home: Path, job: Path, tmp_path: Path) -> None
     assert "--replicas" in error and "3" in error and "2" in error
 
 
+def test_a_script_that_is_not_there(home: Path) -> None:
+    done = run_job(home, "nowhere/train.py")
+    assert done.returncode == 2 and "nowhere/train.py: no such file in" in one_error(done.stderr)
+    done = run_job(home, "stats")
+    assert done.returncode == 2 and "did you mean gemini-run status?" in one_error(done.stderr)
+    done = run_job(home, "--no-python", "no-such-program")
+    assert done.returncode == 2 and "no-such-program: no such program on PATH" in one_error(done.stderr)
+    assert not home.exists()
+
+
+def test_a_script_that_exits_alike_twice_is_not_tried_ten_times(home: Path, tmp_path: Path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text("import sys; sys.exit(3)")
+    done = run_job(home, "--no-zygote", script)
+    assert done.returncode == 1
+    assert "the same exit code at the same iteration twice in a row" in done.stderr
+    assert len(events(home, "worker_failed")) == 2
+    assert "starting again from scratch: no checkpoint was taken" in done.stderr
+
+
 def kill_all(home: Path, memory: Path, job: Path, steps: Path, *options: object) -> None:
     """A run "r" that is killed, agent and workers, after a few iterations; its memory stays."""
     with started_job(home, f"--memory-dir={memory}", "--rdzv-id=r", *options, job, 0.1, 100000, steps) as run:
