@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig
 
-from gemini_run.agent import preflight, rendezvous
+from gemini_run.agent import etcd_member, etcd_rendezvous, preflight, rendezvous
 from gemini_run.agent.argv import CommandLine
 from gemini_run.agent.elastic import POLL_INTERVAL, GeminiAgent
 from gemini_run.agent.persister import Persister
@@ -45,6 +45,7 @@ from gemini_run.wire import RunPaths
 
 DEFAULT_MAX_RESTARTS = 10  #: restarts without progress; torchrun's own default is 0
 RUN_FORMAT_VERSION = 1
+_JOIN_SECONDS = 600.0  #: torch's own join timeout
 _NO_RUN_ID = ("", "none")  # torchrun's "not given"
 
 
@@ -171,7 +172,12 @@ def _run_node(
             on_event=runtime.event,
         )
         stack.callback(starter.close)
-        node = _Node(config, entrypoint, words, runtime, starter)
+        member = None
+        if config.rdzv_backend == etcd_member.BACKEND:
+            member = etcd_member.EtcdMember(config.rdzv_endpoint, config.run_id, paths.logs)
+            stack.callback(member.stop)
+            member.start(float(config.rdzv_configs.get("join_timeout", _JOIN_SECONDS)))
+        node = _Node(config, entrypoint, words, runtime, starter, member)
         stack.enter_context(node.companions(ending))
         return node.run(ending)
 
@@ -193,7 +199,13 @@ class _Node:
     """One node's agent and what runs beside it."""
 
     def __init__(
-        self, config: LaunchConfig, entrypoint: str, words: list[str], runtime: NodeRuntime, starter: WorkerStarter
+        self,
+        config: LaunchConfig,
+        entrypoint: str,
+        words: list[str],
+        runtime: NodeRuntime,
+        starter: WorkerStarter,
+        member: etcd_member.EtcdMember | None,
     ) -> None:
         self._runtime = runtime
         self._entrypoint_name = launcher_api._get_entrypoint_name(entrypoint, words)
@@ -208,9 +220,12 @@ class _Node:
             **config.rdzv_configs,
         )
         master_addr, master_port = launcher_api._get_addr_and_port(parameters)
-        self._rendezvous = rendezvous.wrap(
-            rendezvous_registry.get_rendezvous_handler(parameters), runtime, config.nproc_per_node
-        )
+        if member is not None:
+            inner = etcd_rendezvous.handler_over(member.client, etcd_member.BACKEND, parameters)
+        else:
+            etcd_rendezvous.register()
+            inner = rendezvous_registry.get_rendezvous_handler(parameters)
+        self._rendezvous = rendezvous.wrap(inner, runtime, config.nproc_per_node)
         self._persister = Persister(runtime, self._rendezvous)
         self._reporter = Reporter(runtime, self._rendezvous, self._state, self._persister)
         spec = WorkerSpec(

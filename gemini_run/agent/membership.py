@@ -14,11 +14,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from gemini_run.agent.etcd_rendezvous import EtcdBackend
+
 POLL_SECONDS = 0.02  #: between looks at the shared state while waiting in it; torch's own is 1 s
 KEEP_ALIVE = timedelta(seconds=1)  #: times 3 attempts: how long an unwatched dead member blocks others
+KEEP_ALIVE_IN_ETCD = timedelta(seconds=3)  #: an election there must not pass for the death of all
+_ENDING_SECONDS = 2.0
 _TORCH_KEEP_ALIVE = timedelta(seconds=5)  #: torch's default: the user set nothing
 _EVICT_ATTEMPTS = 20
 
@@ -63,9 +68,21 @@ class Membership:
         holder: Any = handler._state_holder
         holder._cache_duration = 0
         if handler.settings.keep_alive_interval == _TORCH_KEEP_ALIVE:
-            settings = dataclasses.replace(handler.settings, keep_alive_interval=KEEP_ALIVE)
+            interval = KEEP_ALIVE if isinstance(handler._store, dist.TCPStore) else KEEP_ALIVE_IN_ETCD
+            settings = dataclasses.replace(handler.settings, keep_alive_interval=interval)
             executor: Any = handler._op_executor
             handler._settings = holder._settings = executor._settings = settings
+
+    @property
+    def store_may_return(self) -> bool:
+        """Whether a store that cannot be reached may be reached later."""
+        return not isinstance(self._handler._store, dist.TCPStore)
+
+    def hurry(self) -> None:
+        """Wait no longer for an answer of the store than an ending job does."""
+        backend = getattr(self._handler._state_holder, "_backend", None)
+        if isinstance(backend, EtcdBackend):
+            backend.client.patience = _ENDING_SECONDS
 
     def store_host(self) -> str | None:
         """Where the store of the rendezvous is, if it says so (a TCPStore does)."""

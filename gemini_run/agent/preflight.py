@@ -17,9 +17,11 @@ from torch.distributed.elastic.rendezvous.utils import (
     parse_rendezvous_endpoint,
 )
 
+from gemini_run.agent import etcd_member
 from gemini_run.config import Settings
 from gemini_run.durable.tier import open_tier
 from gemini_run.errors import ConfigError
+from gemini_run.terminal import say
 
 _C10D_DEFAULT_PORT = 29400
 _PROBE_SECONDS = 5
@@ -67,6 +69,10 @@ def check_port(args: argparse.Namespace) -> None:
             _check_static(args)
     elif args.rdzv_backend == "c10d" and "store_type=file" not in args.rdzv_conf.replace(" ", ""):
         _check_c10d(args.rdzv_endpoint)
+    elif args.rdzv_backend == etcd_member.BACKEND:
+        members = etcd_member.places(args.rdzv_endpoint)
+        if (warning := etcd_member.few_members_warning(members)) is not None:
+            say(f"warning: {warning}")
 
 
 def _check_static(args: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import threading
@@ -23,33 +22,30 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from gemini_run.agent.address import advertised_address, where
+from gemini_run.agent.exchange import Exchange, RoundBroken
 from gemini_run.agent.membership import Membership
 from gemini_run.agent.monitor import Monitor
 from gemini_run.agent.recovery import Outcome, Recovery
 from gemini_run.agent.runtime import NodeRuntime, PeerNode, RoundInfo
 from gemini_run.agent.server import call
-from gemini_run.errors import ConfigError, PeerLost
+from gemini_run.errors import PeerLost
 from gemini_run.plan.health import watch_targets
 from gemini_run.plan.recovery import assign_node_ranks
 from gemini_run.terminal import say
 from gemini_run.wire import WorkerContext
 
 RPC_REFORM = "reform"
-ADDRESS_OF_NOBODY = "192.0.2.1"  #: RFC 5737: no host has it, so the route to it is the default route
 
-_POLL_SECONDS = 0.005
-_LOOK_SECONDS = 0.1  #: between looks at the members while something is awaited from them
 _ANNOUNCE_SECONDS = 2.0
-_STATIC_JOIN_SECONDS = 600.0  #: torch's own join timeout; a static rendezvous has no members to look at
+_STORE_SECONDS = 600.0  #: how long a round waits for a rendezvous store that may return
+_ASK_AGAIN_SECONDS = 5.0
+_PAUSE_SECONDS = 0.5
+_STORE_GONE = "the rendezvous store cannot be reached (the node that hosts it has ended?)"
 _STORE_TIMEOUT = timedelta(seconds=60)
-
-
-class _RoundBroken(Exception):
-    """A node of the round that is being formed is gone: form it again without."""
 
 
 def wrap(inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int) -> GeminiRendezvous:
@@ -72,7 +68,7 @@ class GeminiRendezvous(RendezvousHandler):
         self._runtime = runtime
         self._local_world_size = local_world_size
         self._membership = Membership(inner) if isinstance(inner, DynamicRendezvousHandler) else None
-        self._address = advertised_address(*_where(inner, self._membership))
+        self._address = advertised_address(*where(inner, self._membership))
         self._monitor = Monitor(self._on_lost)
         self._lock = threading.Lock()  # over the next four, which other threads write
         self._lost: set[str] = set()  # node ids that the monitor declared lost
@@ -80,6 +76,9 @@ class GeminiRendezvous(RendezvousHandler):
         self._reform_requested = -1  # newest round that a peer asked to leave
         self._names: dict[str, str] = {}  # node id -> name in the membership
         self._unreachable = False
+        #: a cluster of etcd may get its majority back; a TCPStore is gone with its host
+        self._may_return = self._membership is not None and self._membership.store_may_return
+        self._ask_again_at = 0.0
         self._store: dist.TCPStore | None = None  # this round's, with its server on node rank 0
         runtime.server.rpc(RPC_REFORM, self._on_reform)
 
@@ -109,6 +108,8 @@ class GeminiRendezvous(RendezvousHandler):
         self._monitor.stop()
         if self._unreachable:
             return False
+        if self._membership:
+            self._membership.hurry()
         return bool(self._inner.shutdown())
 
     def num_nodes_waiting(self) -> int:
@@ -119,21 +120,19 @@ class GeminiRendezvous(RendezvousHandler):
         with self._lock:
             if self._wanted():
                 return max(1, len(self._lost))
-        if self._unreachable:
+        if self._unreachable and (not self._may_return or time.monotonic() < self._ask_again_at):
             return 0
         try:
+            waiting = self._inner.num_nodes_waiting()
             if self._membership and self.round and self._membership.me not in self._membership.now().participants:
-                return 1
-            return self._inner.num_nodes_waiting()
-        except RendezvousConnectionError:
-            self._unreachable = True
-            if self._membership:
-                self._membership.give_up()
-            say(
-                "the rendezvous store cannot be reached (its host has ended?); training goes on, but the job cannot "
-                "re-form after the next failure"
-            )
+                waiting = max(1, waiting)
+        except RendezvousConnectionError as error:
+            self._store_is_gone(error)
             return 0
+        if self._unreachable:
+            self._unreachable = False
+            say("the rendezvous store is reached again")
+        return waiting
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Form the next round; returns with this node's slots restored.
@@ -143,19 +142,24 @@ class GeminiRendezvous(RendezvousHandler):
             GeminiError: recovery is impossible, on this node or another (see `Recovery.run`).
             RendezvousError: as torch's own.
         """
+        end = time.monotonic() + _STORE_SECONDS
         while True:
             with self._lock:
                 self._drain()
             try:
                 return self._form(self._join())
-            except _RoundBroken as broken:
+            except RoundBroken as broken:
                 say(f"forming the round again: {broken}")
             except RendezvousConnectionError as error:
-                self._unreachable = True
-                raise PeerLost(
-                    "the rendezvous store cannot be reached, so the job cannot re-form: start it again on all nodes "
-                    "with the same --rdzv-id; what is in host memory is kept"
-                ) from error
+                self._store_is_gone(error)
+                if not self._may_return:
+                    raise PeerLost(
+                        f"the job cannot re-form: {_STORE_GONE}. Start it again on all nodes with the same --rdzv-id "
+                        "(what is in host memory is kept); --rdzv-backend gemini or etcd-v3 outlives any node"
+                    ) from error
+                if time.monotonic() > end:
+                    raise PeerLost(f"the job cannot re-form: {error}") from error
+                time.sleep(_PAUSE_SECONDS)
 
     # --- ours ---------------------------------------------------------------------------------------
 
@@ -169,6 +173,19 @@ class GeminiRendezvous(RendezvousHandler):
                 threading.Thread(
                     target=self._ask_to_reform, args=(peer, present.number), name="gemini-announce", daemon=True
                 ).start()
+
+    def _store_is_gone(self, error: RendezvousConnectionError) -> None:
+        first, self._unreachable = not self._unreachable, True
+        self._ask_again_at = time.monotonic() + _ASK_AGAIN_SECONDS
+        if not self._may_return and self._membership:
+            self._membership.give_up()
+        if first and self._may_return:
+            say(f"{error}; waiting for it to return, training goes on meanwhile")
+        elif first:
+            say(
+                f"{_STORE_GONE}; training goes on, but the job cannot re-form after the next failure (--rdzv-backend "
+                "gemini or etcd-v3 outlives any node)"
+            )
 
     def worker_context(self) -> WorkerContext:
         """What the workers of this node are told of the present round."""
@@ -248,7 +265,8 @@ class GeminiRendezvous(RendezvousHandler):
     def _form(self, joined: RendezvousInfo) -> RendezvousInfo:
         with self._lock:
             self._lost.clear()  # these made us join again
-        exchange = _Exchange(self, joined)
+        members, torch_round = self._members_now()
+        exchange = Exchange(joined, members, lambda: self._check_intact(members, torch_round))
         notes = self._runtime.memory.notes()
         mine = {
             "node": dataclasses.asdict(self._myself()),
@@ -328,82 +346,24 @@ class GeminiRendezvous(RendezvousHandler):
     def _store_server(self) -> dist.TCPStore:
         return dist.TCPStore(self._address, 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
-    def check_intact(self, members: frozenset[str] | None, torch_round: int | None) -> None:
-        """Raises: _RoundBroken if one of `members` left torch's rendezvous or was declared lost."""
+    def _check_intact(self, members: frozenset[str] | None, torch_round: int | None) -> None:
+        """Raises: RoundBroken if one of `members` left torch's rendezvous or was declared lost."""
         with self._lock:
             if self._lost:
-                raise _RoundBroken(f"node {', '.join(sorted(self._lost))} was lost meanwhile")
+                raise RoundBroken(f"node {', '.join(sorted(self._lost))} was lost meanwhile")
             if members is not None and self._to_evict & members:
-                raise _RoundBroken("a node that was lost is still a member")
+                raise RoundBroken("a node that was lost is still a member")
         if self._membership is None or members is None:
             return
         now = self._membership.now()
         if now.round != torch_round or not members <= now.participants:
-            raise _RoundBroken("another node left meanwhile")
+            raise RoundBroken("another node left meanwhile")
 
-    def members_now(self) -> tuple[frozenset[str] | None, int | None]:
+    def _members_now(self) -> tuple[frozenset[str] | None, int | None]:
         if self._membership is None:
             return None, None
         now = self._membership.now()
         return now.participants, now.round
-
-
-class _Exchange:
-    """The agents of one round say things to each other, through the store that torch's rendezvous gave them."""
-
-    def __init__(self, owner: GeminiRendezvous, joined: RendezvousInfo) -> None:
-        self._owner = owner
-        self._rank = joined.rank  # torch's, until `reorder`
-        self._size = joined.world_size
-        self._members, self._round = owner.members_now()
-        with _store_errors():
-            prefix = "gemini"
-            if self._members is None:
-                # A static rendezvous gives the same store each time: all nodes enter each round once.
-                entered = joined.store.add("gemini/entered", 1)
-                prefix = f"gemini/{(entered - 1) // self._size}"
-            self._store = dist.PrefixStore(prefix, joined.store)
-        if self._members is not None and len(self._members) != self._size:
-            raise _RoundBroken("another node left meanwhile")
-
-    def reorder(self, ranks: dict[str, int], said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Speak in node-rank order from now on; returns `said` in that order."""
-        ordered = sorted(said, key=lambda s: ranks[s["node"]["node_id"]])
-        self._rank = ordered.index(said[self._rank])
-        return ordered
-
-    def gather(self, name: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        self.publish(f"{name}/{self._rank}", mine)
-        return self._await([f"{name}/{rank}" for rank in range(self._size)])
-
-    def publish(self, key: str, value: dict[str, Any]) -> None:
-        with _store_errors():
-            self._store.set(key, json.dumps(value))
-
-    def read(self, key: str) -> dict[str, Any]:
-        return self._await([key])[0]
-
-    def _await(self, keys: list[str]) -> list[dict[str, Any]]:
-        began = looked = time.monotonic()
-        while True:
-            with _store_errors():
-                if self._store.check(keys):
-                    return [json.loads(value) for value in self._store.multi_get(keys)]
-            now = time.monotonic()
-            if now - looked > _LOOK_SECONDS:
-                looked = now
-                self._owner.check_intact(self._members, self._round)
-            if self._members is None and now - began > _STATIC_JOIN_SECONDS:
-                raise RendezvousTimeoutError(f"no word from another node for {_STATIC_JOIN_SECONDS:g} s")
-            time.sleep(_POLL_SECONDS)
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch.distributed.DistError and its kin
-        raise RendezvousConnectionError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -420,52 +380,3 @@ def _private_store() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-# --- addresses -----------------------------------------------------------------------------------------
-
-
-def _where(inner: RendezvousHandler, membership: Membership | None) -> tuple[str, str | None, int]:
-    """(what torch takes for this node's address, host of the rendezvous, nodes at most) of any handler."""
-    if membership is not None:
-        return membership.address, membership.store_host(), membership.max_nodes
-    endpoint = getattr(inner, "master_addr", None)
-    return socket.gethostname(), endpoint, int(getattr(inner, "world_size", 1))
-
-
-def advertised_address(local: str, endpoint: str | None, max_nodes: int) -> str:
-    """An address of this node that its peers can use, without asking for the name of this host.
-
-    Args:
-        local: what the user gave as --local-addr, else the host's name, which often resolves nowhere.
-        endpoint: host of the rendezvous: whoever reaches it is reached on the same interface.
-        max_nodes: 1 = nobody else needs it.
-
-    Raises: ConfigError for a job of several nodes on a machine without any route.
-    """
-    own_name = socket.gethostname().split(".")[0]
-    if local and local.split(".")[0] != own_name:
-        return local
-    if max_nodes == 1:
-        return "127.0.0.1"
-    towards = endpoint or ADDRESS_OF_NOBODY
-    address = _own_address_towards(towards)
-    if address is not None and (not address.startswith("127.") or towards in ("localhost", "127.0.0.1", "::1")):
-        return address
-    # The endpoint names this very host by a name that is loopback here (Debian's 127.0.1.1), not elsewhere.
-    address = _own_address_towards(ADDRESS_OF_NOBODY)
-    if address is None:
-        raise ConfigError(
-            f"no address of this node that others could use was found (towards {towards}): give --local-addr"
-        )
-    return address
-
-
-def _own_address_towards(host: str) -> str | None:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of UDP: no packet is sent
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None

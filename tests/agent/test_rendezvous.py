@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torch_dynamic
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -25,9 +25,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from gemini_run.agent import rendezvous
+from gemini_run.agent import address
 from gemini_run.agent import server as server_module
-from gemini_run.agent.rendezvous import GeminiRendezvous, advertised_address
+from gemini_run.agent.address import advertised_address
+from gemini_run.agent.rendezvous import GeminiRendezvous
 from gemini_run.agent.runtime import NodeRuntime, RoundInfo
 from gemini_run.agent.server import AgentServer
 from gemini_run.config import Settings
@@ -340,7 +341,7 @@ def test_a_lost_rendezvous_store_does_not_end_healthy_training(
     run.form(node)
 
     def gone() -> object:
-        raise rendezvous.RendezvousConnectionError("refused")
+        raise RendezvousConnectionError("refused")
 
     monkeypatch.setattr(node.rendezvous._membership, "now", gone)
     assert [node.rendezvous.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
@@ -377,10 +378,10 @@ def test_advertised_address(local: str, endpoint: str | None, max_nodes: int, ex
 
 
 def test_a_name_that_is_loopback_only_here_is_not_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
-    routes = {"head-node": "127.0.1.1", rendezvous.ADDRESS_OF_NOBODY: "10.9.8.7"}
-    monkeypatch.setattr(rendezvous, "_own_address_towards", routes.get)
+    routes = {"head-node": "127.0.1.1", address.ADDRESS_OF_NOBODY: "10.9.8.7"}
+    monkeypatch.setattr(address, "_own_address_towards", routes.get)
     assert advertised_address(os.uname().nodename, "head-node", 2) == "10.9.8.7"
-    del routes[rendezvous.ADDRESS_OF_NOBODY]
+    del routes[address.ADDRESS_OF_NOBODY]
     with pytest.raises(ConfigError, match="--local-addr"):
         advertised_address(os.uname().nodename, "head-node", 2)
 
