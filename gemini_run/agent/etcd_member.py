@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import socket
 import subprocess
@@ -100,7 +101,12 @@ class EtcdMember:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: Guard | None = None
         self._data: str | None = None
-        self.place = next((place for place in self._places if _is_free_here(place)), None)
+        self._claim: socket.socket | None = None
+        self.place: Place | None = None
+        for place in self._places:
+            if _is_free_here(place) and (claim := _claimed(place)) is not None:
+                self.place, self._claim = place, claim
+                break
         urls = [place.client_url for place in self._places if place != self.place]
         if self.place is not None:
             urls.insert(0, self.place.client_url)
@@ -137,6 +143,8 @@ class EtcdMember:
                 self._process.wait()
         if self._guard is not None:
             self._guard.close()
+        if self._claim is not None:
+            self._claim.close()
         if self._data is not None:
             shutil.rmtree(self._data, ignore_errors=True)
 
@@ -233,7 +241,10 @@ class EtcdMember:
     def _check_alive(self) -> None:
         if self._process is not None and self._process.poll() not in (None, 0) and not self._stopping.is_set():
             lines = self._log_path.read_text(errors="replace").splitlines()[-1:]
-            raise ConfigError(f"--rdzv-backend gemini: etcd does not start: {''.join(lines)} ({self._log_path})")
+            why = "".join(lines)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                why = str(json.loads(why)["error"])
+            raise ConfigError(f"--rdzv-backend gemini: etcd does not start: {why} ({self._log_path})")
 
 
 def _name(member: Member, mine: Place) -> str:
@@ -258,6 +269,20 @@ def _is_free_here(place: Place) -> bool:
         return False  # a host that this one cannot name is another one
     family, kind, protocol, _, address = addresses[0]
     return all(_can_bind(family, kind, protocol, str(address[0]), place.port + offset) for offset in (0, 1))
+
+
+def _claimed(place: Place) -> socket.socket | None:
+    """Keep other agents on this host from the place until the socket is closed; None if another was faster.
+
+    Its name lives where the ports live, in the network namespace, and goes with the process.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0gemini-run/member/{place.name}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
 
 
 def _can_bind(family: int, kind: int, protocol: int, address: str, port: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -29,6 +30,7 @@ from gemini_run.worker.restore import restore
 
 _JOIN_TIMEOUT = timedelta(minutes=30)  # members reach their first boundary at their own pace
 _CLOSE_SECONDS = 60.0
+_STOPPED_SECONDS = 10.0  #: until the end of snapshots is said on the terminal
 _NOTICE_SECONDS = 30.0
 
 
@@ -73,6 +75,7 @@ class Checkpointer:
             local_world_size=self._local_world_size, round=self._context.round,
             replicas=self._context.replicas,
         )  # fmt: skip
+        self._notice: threading.Timer | None = None
         self._committer: Committer | None = None
 
     @property
@@ -142,6 +145,9 @@ class Checkpointer:
                 f"warning: rank {self._rank} ended before iteration {self._iteration} was complete on every "
                 f"rank; the newest complete one is {self._committer.record.iteration}"
             )
+        if self._notice is not None and self._notice.is_alive() and not crashed:
+            self._notice.cancel()
+            self._notice.function()
         self._progress.update(phase="finished")
 
     # --- inside gemini-run ----------------------------------------------------------------------------
@@ -221,10 +227,14 @@ class Checkpointer:
 
     def _stopped(self, reason: str) -> None:
         self._progress.event("snapshots_stopped", iteration=self._iteration, reason=reason)
-        say(
+        text = (
             f"warning: rank {self._rank} takes no more snapshots in this round after iteration "
             f"{self._iteration}: {reason}"
         )
+        # Nearly always a peer has just died and the round ends within a second: then this is no news.
+        self._notice = threading.Timer(_STOPPED_SECONDS, lambda: say(text))
+        self._notice.daemon = True
+        self._notice.start()
 
     def _replan(self, error: ReplicaCorrupt) -> NoReturn:
         self._progress.event("replica_refused", reason=str(error))
