@@ -1,0 +1,114 @@
+"""A small training job whose every kind of state matters: weights, moments, schedule, dropout, all generators.
+
+Runs under torchrun as well. Each finished iteration is a line "rank iteration" in --lines; at the end each rank saves
+its whole state to --out. --die PLACE:ITERATION lets rank 1 kill itself once, in the first round:
+"copy" in the middle of copying its snapshot, "exchange" in the middle of sending it to the peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gemini_run
+
+WIDTH = 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lines", type=Path)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that an iteration takes longer")
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--die", default="")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(1 + rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    if args.die and rank == 1 and os.environ.get("GEMINI_RESTART_GENERATION") == "0":
+        place, _, iteration = args.die.partition(":")
+        die_in(place, int(iteration))
+
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.GELU()]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+    if args.fsdp:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU(), nn.Linear(WIDTH, WIDTH + 1))
+        wrapped: nn.Module = fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh(
+            "cpu", (dist.get_world_size(),)))  # fmt: skip
+    else:
+        wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
+    for step in checkpointer.steps(args.steps):
+        noise = float(np.random.standard_normal()) + random.random()
+        loss = wrapped(torch.randn(8, WIDTH) + noise).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if args.lines:
+            with args.lines.open("a") as file:
+                file.write(f"{rank} {step}\n")
+        time.sleep(args.pause)
+
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    state = local({**state, "loss": loss.detach(), "rng": torch.get_rng_state(), "draws": [random.random()]})
+    args.out.mkdir(exist_ok=True)
+    torch.save(state, args.out / f"{rank}.new")
+    os.replace(args.out / f"{rank}.new", args.out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def local(state: Any) -> Any:
+    """`state` with this rank's part of every sharded tensor."""
+    if isinstance(state, dict):
+        return {key: local(value) for key, value in state.items()}
+    return state.to_local() if hasattr(state, "to_local") else state
+
+
+def die_in(place: str, iteration: int) -> None:
+    """Arrange this process's end."""
+    from gemini_run.peers.transport import Exchange
+    from gemini_run.worker.capture import Snapshotter
+
+    copy, snapshot, bodies = Snapshotter._copy, Snapshotter.snapshot, Exchange._bodies
+    now: list[int] = []
+
+    def counted(self: Any, number: int, **kwargs: Any) -> Any:
+        now[:] = [number]
+        return snapshot(self, number, **kwargs)
+
+    def half(self: Any, sources: Any, *rest: Any) -> None:
+        if place == "copy" and now == [iteration]:
+            copy(self, sources[: len(sources) // 2], *rest)
+            os.kill(os.getpid(), signal.SIGKILL)
+        copy(self, sources, *rest)
+
+    def cut(self: Any, slot: Any, header: Any, placed: Any) -> None:
+        if place == "exchange" and header.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        bodies(self, slot, header, placed)
+
+    Snapshotter.snapshot, Snapshotter._copy, Exchange._bodies = counted, half, cut  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

