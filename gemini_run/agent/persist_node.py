@@ -6,8 +6,7 @@ import dataclasses
 import threading
 from typing import Any
 
-from gemini_run.durable.dcp import Place
-from gemini_run.durable.layout import StoredFile
+from gemini_run.durable.layout import Place, StoredFile
 from gemini_run.durable.tier import DurableTier
 from gemini_run.durable.upload import RankPart, SlotReader, Stored, store_part
 from gemini_run.errors import DurableError, GeminiError

@@ -168,10 +168,11 @@ def _show(found: Salvage) -> None:
     console = Console(highlight=False, emoji=False)
     plan = found.plan
     if plan.iteration is not None:
-        console.print(Text(f"{found.place.what}: iteration {plan.iteration} can be recovered", "bold"))
-    console.print(Text(plan.reason))
+        title = f"{found.place.what}: iteration {plan.iteration} can be recovered"
+        console.print(Text(title, "bold"), soft_wrap=True)
+        console.print(Text(plan.reason), soft_wrap=True)  # else the error that follows says it
     if found.durable_problem:
-        console.print(Text(f"durable tier not read: {found.durable_problem}", "yellow"))
+        console.print(Text(f"durable tier not read: {found.durable_problem}", "yellow"), soft_wrap=True)
     if found.ranks:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for column in ("RANK", "ITERATION", "TIER", "SOURCE", "WHY"):

@@ -136,7 +136,7 @@ def _head(run: Json) -> Table:
         restarts = f", {run['restarts']} restart(s)" if run["restarts"] else ""
         table.add_row("round", f"{run['round']}{restarts}, {run['iterations_lost']} iteration(s) repeated so far")
     if run["iteration"] is not None:
-        lag = "" if run["lag"] is None else f", {run['lag']} of them not yet safe"
+        lag = "" if not run["lag"] else f", {run['lag']} of them not yet safe"
         table.add_row("iteration", f"{run['iteration']} finished{lag}")
     failure = run["last_failure"]
     if failure:
@@ -185,7 +185,7 @@ def _tiers(run: Json) -> Table:
     where = durable["location"] or "none (--durable names one)"
     trouble = f", {durable['failures']} attempt(s) failed in a row" if durable["failures"] else ""
     table.add_row("durable tier", _number(durable["iteration"]), f"{where}{trouble}")
-    if replicas["ranks"]:
+    if replicas["ranks"] and run["state"] in ("running", "recovering"):
         names = [str(name) for name in replicas["may_lose"]]
         losable = f"any one of {', '.join(names)}" if len(names) > 1 else (names[0] if names else "none")
         table.add_row("nodes that may die now", "", losable)

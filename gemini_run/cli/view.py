@@ -169,6 +169,12 @@ def load_run(run_id: str) -> RunView:
         what = f"known here: {_few(known)}" if known else "no run is known on this machine"
         raise UnknownRun(f"unknown run {run_id!r}; {what} (run home: {run_home()})")
     reports = _read_reports(paths)
+    for node_id, report in reports.items():
+        # Agents of one host may have been given memory in different places.
+        told = Path(str(report.get("memory_dir") or ""))
+        here = report.get("hostname") == socket.gethostname() and told.name == node_id
+        if here and node_id not in memories and (told / "slots").is_dir():
+            memories[node_id] = MemoryPaths(told)
     nodes = [_node(node_id, reports.get(node_id, {}), memories.get(node_id))
              for node_id in sorted(reports.keys() | memories.keys())]  # fmt: skip
     present, former = _present(nodes)

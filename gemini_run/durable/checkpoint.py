@@ -11,8 +11,7 @@ from pathlib import Path
 import xxhash
 
 from gemini_run.durable import layout
-from gemini_run.durable.dcp import Place
-from gemini_run.durable.layout import Marker, RankRecord
+from gemini_run.durable.layout import Marker, Place, RankRecord
 from gemini_run.durable.tier import DurableTier, ObjectMissing, run_parallel
 from gemini_run.errors import DurableError, FormatVersionError, ReplicaCorrupt
 from gemini_run.memory.segment import NodeMemory

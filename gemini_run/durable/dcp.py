@@ -7,7 +7,6 @@ Both are made by torch itself here; this module only notes where in an archive t
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from gemini_run.durable.layout import Place
 from gemini_run.durable.tier import Source
 from gemini_run.errors import UnsupportedState
 from gemini_run.plan.manifest import Item
@@ -32,20 +32,6 @@ from gemini_run.plan.persist import Entry
 
 METADATA_NAME = ".metadata"
 SUFFIX = ".distcp"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where one entry is stored: the archive at `offset`, and the tensor's raw bytes at `raw_offset`.
-
-    Offsets and lengths in bytes from the start of the file.
-    """
-
-    file: str
-    offset: int
-    length: int
-    raw_offset: int
-    raw_length: int
 
 
 def data_file_name(node_rank: int, index: int) -> str:

@@ -17,7 +17,6 @@ import json
 import re
 from typing import Any
 
-from gemini_run.durable.dcp import Place
 from gemini_run.errors import FormatVersionError, ReplicaCorrupt
 
 FORMAT_VERSION = 1
@@ -40,6 +39,20 @@ def split(name: str) -> tuple[int, str] | None:
     """(iteration, file name) of an object's name, None for what is not ours."""
     match = _FOLDER.fullmatch(name)
     return (int(match[1]), match[2]) if match else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where one entry is stored: the archive at `offset`, and the tensor's raw bytes at `raw_offset`.
+
+    Offsets and lengths in bytes from the start of the file.
+    """
+
+    file: str
+    offset: int
+    length: int
+    raw_offset: int
+    raw_length: int
 
 
 @dataclasses.dataclass(frozen=True)

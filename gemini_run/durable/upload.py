@@ -13,8 +13,7 @@ from types import TracebackType
 import xxhash
 
 from gemini_run.durable import dcp, layout
-from gemini_run.durable.dcp import Place
-from gemini_run.durable.layout import Marker, RankRecord, StoredFile
+from gemini_run.durable.layout import Marker, Place, RankRecord, StoredFile
 from gemini_run.durable.tier import DurableTier, Source
 from gemini_run.errors import DurableError, ReplicaCorrupt
 from gemini_run.memory.slots import Slot, SlotHeader, seal_file

@@ -153,8 +153,12 @@ def scan_slots(paths: MemoryPaths) -> list[SlotInfo]:
         torn = unknown_version = False
         try:
             with path.open("rb") as file:
-                header = SlotHeader.unpack(file.read(HEADER_BYTES))
+                page = file.read(HEADER_BYTES)
                 size = os.fstat(file.fileno()).st_size
+            if not any(page):
+                infos.append(SlotInfo(path, None, "empty: nothing was written to it yet", torn=True))
+                continue
+            header = SlotHeader.unpack(page)
             torn = not header.complete
             problem = "torn: its writer died before the commit" if torn else None
             if problem is None and header.end > size:
@@ -166,6 +170,17 @@ def scan_slots(paths: MemoryPaths) -> list[SlotInfo]:
             unknown_version = isinstance(error, FormatVersionError)
         infos.append(SlotInfo(path, header, problem, torn, unknown_version))
     return infos
+
+
+def occupied_bytes(paths: MemoryPaths) -> int:
+    """Sizes of a node's slot files together. Other ranks of the node may make and remake theirs meanwhile."""
+    total = 0
+    for path in paths.slots.iterdir():
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue  # remade in another size just now
+    return total
 
 
 def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[MemoryPaths]:

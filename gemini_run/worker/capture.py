@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import time
 from collections.abc import Sequence
 
 import torch
 
 from gemini_run.errors import MemoryFull
+from gemini_run.memory.segment import occupied_bytes
 from gemini_run.memory.slots import Slot, build_header, free_bytes, layout
 from gemini_run.plan.manifest import Manifest, aligned
 from gemini_run.wire import MemoryPaths
@@ -21,6 +23,7 @@ from gemini_run.worker.codec import Json
 from gemini_run.worker.components import Component
 from gemini_run.worker.layout import PlanBuilder, Source, StructureChanged, address_of, flat_bytes, local_of, plain
 
+_LOOK_AGAIN_SECONDS = 0.05
 OBJECTS_RESERVE = 64 * 1024  #: bytes; room for the object state to grow before a slot is remade
 STRUCTURE_RESERVE = 256  #: bytes of manifest for a tensor that the first step will make
 
@@ -122,18 +125,23 @@ class Snapshotter:
         expected = max(plan.manifest.payload_length, expected + aligned(len(plan.manifest.items) * 64))
         manifest_length = 2 * len(plan.manifest_text) + STRUCTURE_RESERVE * len(plan.manifest.items)
         capacity = self._capacity(manifest_length, 4 * len(plan.manifest.items), expected)
-        free = free_bytes(self._paths.slots)
-        present = sum(p.stat().st_size for p in self._paths.slots.iterdir() if not p.name.startswith("."))
         needed = 2 * self._replicas * self._local_world * capacity
-        if needed > free + present:
+        for last in (False, False, True):
+            # Other ranks make their slots at this moment: a file may be missed between two looks.
+            there = free_bytes(self._paths.slots) + occupied_bytes(self._paths)
+            if needed <= there:
+                break
+            if not last:
+                time.sleep(_LOOK_AGAIN_SECONDS)
+                continue
             raise MemoryFull(
                 f"host memory is too small for the checkpoints of this node: {needed / 2**20:.0f} MiB needed "
                 f"(2 slots x {self._replicas} replicas x {self._local_world} workers x "
-                f"{capacity / 2**20:.1f} MiB), {(free + present) / 2**20:.0f} MiB free in {self._paths.slots}: "
+                f"{capacity / 2**20:.1f} MiB), {there / 2**20:.0f} MiB free in {self._paths.slots}: "
                 "enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes emptyDir with "
                 "medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
                 needed_bytes=needed,
-                free_bytes=free + present,
+                free_bytes=there,
             )
         for index in (0, 1):
             if index not in self._slots:

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that an iteration takes longer")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--save-each", type=Path, help="folder for this rank's state after every iteration")
     parser.add_argument("--die", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -64,17 +65,27 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
+        if args.save_each:
+            save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                args.save_each / f"{step + 1}.{rank}",
+            )
         if args.lines:
             with args.lines.open("a") as file:
                 file.write(f"{rank} {step}\n")
         time.sleep(args.pause)
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    state = local({**state, "loss": loss.detach(), "rng": torch.get_rng_state(), "draws": [random.random()]})
-    args.out.mkdir(exist_ok=True)
-    torch.save(state, args.out / f"{rank}.new")
-    os.replace(args.out / f"{rank}.new", args.out / f"{rank}.pt")
+    more = {"loss": loss.detach(), "rng": torch.get_rng_state(), "draws": [random.random()]}
+    save({**state, **more}, args.out / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def save(state: Any, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    torch.save(local(state), beside)
+    os.replace(beside, path)
 
 
 def local(state: Any) -> Any:

@@ -18,6 +18,7 @@ from gemini_run.memory.segment import (
     NodeMemory,
     agent_alive,
     node_directories,
+    occupied_bytes,
     read_beacons,
     scan_slots,
 )
@@ -213,3 +214,23 @@ def test_a_beacon_of_a_phase_unknown_here_is_passed_over(tmp_path: Path) -> None
         file.seek(4)
         file.write(b"\x63")
     assert read_beacons(memory.paths) == {}
+
+
+def test_a_slot_just_made_holds_nothing_and_is_no_damage(tmp_path: Path) -> None:
+    memory = NodeMemory.claim("run", tmp_path)
+    Slot.create(memory.paths.slot(0, 0), 8192).close()
+    [info] = memory.scan()
+    assert info.torn and not info.usable and not info.unknown_version
+    assert "nothing was written" in str(info.problem)
+    memory.release(remove=True)
+
+
+def test_occupied_bytes_count_slots_that_are_being_made(tmp_path: Path) -> None:
+    memory = NodeMemory.claim("run", tmp_path)
+    Slot.create(memory.paths.slot(0, 0), 8192).close()
+    (memory.paths.slots / ".new").write_bytes(bytes(100))
+    size = memory.paths.slot(0, 0).stat().st_size
+    assert occupied_bytes(memory.paths) == size + 100
+    (memory.paths.slots / "gone").symlink_to("nowhere")  # as a file that is remade between the listing and the look
+    assert occupied_bytes(memory.paths) == size + 100
+    memory.release(remove=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PAUSE, STEPS, Reference, Run
+from runs import PAUSE, STEPS, Reference, Run
 
 from gemini_run.memory.segment import node_directories
 from gemini_run.testing.s3 import S3Server, gateway_binary
