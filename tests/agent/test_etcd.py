@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from test_rendezvous import Node
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from gemini_run.agent import etcd_member
 from gemini_run.agent.etcd import EtcdClient, parse_endpoints
 from gemini_run.agent.etcd_member import EtcdMember, few_members_warning, places
 from gemini_run.agent.etcd_rendezvous import EtcdBackend, EtcdStore, create
+from gemini_run.config import Settings
 from gemini_run.errors import ConfigError
 from gemini_run.testing.etcd import EtcdCluster
 from gemini_run.testing.processes import free_port
+from gemini_run.wire import RunPaths
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +136,33 @@ def test_one_member_of_three_may_die_and_come_back() -> None:
         client.patience = 0.3
         with pytest.raises(RendezvousConnectionError):
             client.put("/k", b"no majority")
+
+
+def test_etcd_goes_and_comes_back_while_training_is_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    with EtcdCluster(1) as cluster:
+        params = RendezvousParameters("etcd-v3", cluster.endpoint, "run", 1, 1, local_addr="127.0.0.1")
+        node = Node("run", create(params), tmp_path, Settings(), paths)
+        try:
+            assert node.next().number == 0
+            backend = node.rendezvous._membership._handler._state_holder._backend
+            backend.client.patience = 0.2
+            cluster.kill(0)
+            assert [node.rendezvous.num_nodes_waiting() for _ in range(3)] == [0, 0, 0]
+            cluster.start(0)
+            cluster.wait_until_it_serves()
+            node.rendezvous._ask_again_at = 0.0
+            assert node.rendezvous.num_nodes_waiting() == 0
+            said = capfd.readouterr().err
+            assert said.count("training goes on meanwhile") == 1 and said.count("is reached again") == 1
+            # It is needed for the next round: that waits until it is there.
+            cluster.kill(0)
+            timer = threading.Timer(0.5, cluster.start, (0,))
+            timer.start()
+            assert node.next().number == 1
+        finally:
+            node.ends()
 
 
 def test_member_places() -> None:

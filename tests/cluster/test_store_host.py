@@ -1,0 +1,69 @@
+"""Loss of the node that holds the rendezvous store: named with plain c10d, survived with etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from runs import PATIENCE, Reference, Run
+from test_salvage import ask
+
+from gemini_run.agent.etcd_member import Place, _is_free_here
+from gemini_run.testing.etcd import EtcdCluster
+from gemini_run.testing.nodes import free_port
+
+pytestmark = pytest.mark.cluster
+Make = Callable[..., Run]
+
+
+def test_c10d_dies_with_its_host_and_says_what_outlives_it(run: Make) -> None:
+    job = run(2, 1)
+    job.start()
+    job.reach(15)
+    job.cluster.nodes[0].kill()
+    assert job.cluster.nodes[1].wait(PATIENCE) == 1
+    said = job.cluster.nodes[1].output()
+    errors = [line for line in said.splitlines() if line.startswith("gemini-run: error:")]
+    assert len(errors) == 1 and "the job cannot re-form" in errors[0], said
+    assert "--rdzv-backend gemini" in errors[0] and "same --rdzv-id" in errors[0]
+    found = ask(job.cluster, "recover", "--json").json
+    assert found["source"] == "memory" and found["iteration"] >= 14
+    assert sorted(rank["tier"] for rank in found["ranks"]) == ["local memory", "peer memory"]
+
+
+def test_nodes_that_run_etcd_themselves_lose_any_of_them(run: Make, reference: Reference) -> None:
+    job = run(3, 1)
+    endpoint = ",".join(f"127.0.0.1:{port}" for port in pairs_of_ports(3))
+    job.start(options=["--rdzv-backend=gemini", f"--rdzv-endpoint={endpoint}"])
+    for loss, index in enumerate((0, 2)):
+        job.reach(12 + 20 * loss)
+        job.cluster.nodes[index].kill()
+        job.cluster.start_node(index)
+        job.until_event("restored", 3 * (loss + 1))
+    job.ends_like(reference(world=3))
+    assert len(job.cluster.events("fetch_done")) == 2
+    assert job.repeated() <= 2 * 2
+
+
+def test_a_users_etcd_loses_a_member_and_the_job_a_node(run: Make, reference: Reference) -> None:
+    with EtcdCluster(3) as etcd:
+        job = run(2, 1)
+        job.start(options=["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"])
+        job.reach(12)
+        etcd.kill(0)
+        job.cluster.nodes[0].kill()
+        job.cluster.start_node(0)
+        job.until_event("restored", 2)
+        job.reach(20)
+        etcd.kill(1)  # no majority is left: nobody needs it as long as nothing fails
+        job.ends_like(reference())
+
+
+def pairs_of_ports(count: int) -> list[int]:
+    """Ports of which the next is free, too."""
+    found: list[int] = []
+    while len(found) < count:
+        port = free_port()
+        if _is_free_here(Place("127.0.0.1", port)) and not {port - 1, port, port + 1} & set(found):
+            found.append(port)
+    return found
