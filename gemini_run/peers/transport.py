@@ -1,83 +1,59 @@
 """One exchange of replicas: send this rank's slot to its peers, receive theirs into slots of this node.
 
-Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of transfers posted. The header page
-goes first; the receiver checks every checksum, then commits its copy: sequence number last.
+In four steps, all ranks at once: the header pages; manifest (if it is new) and checksums; which tensors the receiver
+wants; those. What the receiver's own slot holds alike, by name, length and checksum, it copies from there: of state
+that data parallelism replicates nothing is sent. The receiver checks what arrived and commits its copy, which is
+whole in either case: sequence number last. Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of
+transfers posted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from gemini_run.errors import PeerLost, ReplicaCorrupt
 from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
 from gemini_run.peers.group import Peers
+from gemini_run.peers.replicas import ReplicaSlots
+from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
 
 CHUNK_BYTES = 8 * 2**20
+GAP_BYTES = 64 * 2**10  #: tensors nobody wants between two that are wanted go along if they are no larger
 WINDOW = 4  #: transfers posted at once, per direction and peer
-_HEADER_TAG = 1
-_FIRST_CHUNK_TAG = 2
+_HEADER_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _OBJECTS_TAG = range(1, 6)
+_FIRST_CHUNK_TAG = 6
+
+Flags = npt.NDArray[np.uint8]  #: one a tensor, in manifest order
+Span = tuple[int, int]  #: start and end in a slot's payload, bytes
 
 
-class ReplicaSlots:
-    """The slots that hold one peer rank's shard on this node. Not thread-safe."""
+@dataclasses.dataclass
+class Incoming:
+    """One peer's shard on its way into a replica slot of this node.
 
-    def __init__(self, paths: MemoryPaths, owner: int) -> None:
-        self._paths = paths
-        self.owner = owner
-        self._slots: dict[int, Slot] = {}
-        self._iterations: dict[int, int] = {}
+    Attributes:
+        source: group rank.
+        index: of the slot among its owner's.
+        wanted: which tensors are sent; the others are copied from this rank's own slot.
+    """
 
-    def writable(self, keep: int, capacity: int) -> tuple[int, Slot]:
-        """A slot with room that does not hold iteration `keep`, locked and torn. Raises: MemoryFull."""
-        index = 0
-        while True:
-            slot = self._slots.get(index) or self._open(index, capacity)
-            if self._iterations.get(index) != keep and not slot.header_hold() and slot.try_lock():
-                if slot.capacity < capacity:
-                    slot.unlock()
-                    slot = self._create(index, capacity)
-                    slot.try_lock()
-                slot.begin()
-                self._iterations.pop(index, None)
-                return index, slot
-            index += 1
-
-    def done(self, index: int, iteration: int) -> None:
-        self._iterations[index] = iteration
-        self._slots[index].unlock()
-
-    def abandon(self, index: int) -> None:
-        """The transfer failed: the slot stays torn."""
-        self._slots[index].unlock()
-
-    def _open(self, index: int, capacity: int) -> Slot:
-        path = self._paths.slot(self.owner, index)
-        if path.exists():
-            slot = Slot(path, writable=True)
-            if slot.capacity >= capacity:
-                self._slots[index] = slot
-                try:
-                    header = slot.header()
-                except ReplicaCorrupt:
-                    return slot  # whatever it was, it is about to be overwritten
-                if header.complete:
-                    self._iterations[index] = header.iteration
-                return slot
-            slot.close()
-        return self._create(index, capacity)
-
-    def _create(self, index: int, capacity: int) -> Slot:
-        path = self._paths.slot(self.owner, index)
-        path.unlink(missing_ok=True)  # first, so that old and new never need room at the same time
-        slot = self._slots[index] = Slot.create(path, capacity)
-        return slot
+    source: int
+    header: SlotHeader
+    index: int
+    slot: Slot
+    manifest: Manifest | None = None
+    checksums: npt.NDArray[np.uint64] = dataclasses.field(default_factory=lambda: np.empty(0, np.uint64))
+    wanted: Flags = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8))
 
 
 class Exchange:
@@ -89,11 +65,16 @@ class Exchange:
         self._timeout = timeout
         self._replicas = {source: ReplicaSlots(paths, owner) for source, owner in peers.receives.items()}
         self._header_out = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        # Both ends of a pair remember the manifest that went between them, so both know when it is not sent again.
+        self._sent: int | None = None  # its checksum
+        self._received: dict[int, tuple[int, bytes, Manifest]] = {}  # source -> checksum, text, parsed
+        self._twins: dict[int, _Twins] = {}
 
-    def run(self, slot: Slot, header: SlotHeader, *, keep: int) -> int:
-        """Send the sealed `slot`, receive every peer's of the same iteration. Returns bytes received.
+    def run(self, slot: Slot, header: SlotHeader, manifest: Manifest, *, keep: int) -> int:
+        """Send the sealed `slot`, get every peer's of the same iteration. Returns bytes received.
 
         Args:
+            header, manifest: of `slot`.
             keep: the newest committed iteration; replicas of it are not touched.
 
         Raises:
@@ -101,37 +82,40 @@ class Exchange:
             ReplicaCorrupt: what arrived is not what was announced, or fails a checksum.
             MemoryFull: no room for a replica.
         """
+        own = np.array(slot.stored_checksums(header), np.uint64)
+        incoming: list[Incoming] = []
         try:
-            incoming = self._headers(slot, header)
-        except RuntimeError as error:
-            raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
-        placed: list[tuple[int, SlotHeader, int, Slot]] = []
-        try:
-            for source, theirs in incoming.items():
-                index, target = self._replicas[source].writable(keep, theirs.end)
-                placed.append((source, theirs, index, target))
             try:
-                self._bodies(slot, header, placed)
+                for source, theirs in self._headers(slot, header).items():
+                    index, target = self._replicas[source].writable(keep, theirs.end)
+                    incoming.append(Incoming(source, theirs, index, target))
+                self._fronts(slot, header, incoming)
+                for entry in incoming:
+                    self._choose(entry, manifest, own)
+                wanted = self._wanted(header, incoming)
+                self._bodies(slot, header, (manifest, wanted, incoming))
             except RuntimeError as error:
-                raise PeerLost(f"a replica transfer broke off: {_first_line(error)}") from error
-            for _, theirs, _, target in placed:
-                _accept(target, theirs)
+                raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
+            for entry in incoming:
+                _accept(entry)
         except BaseException:
-            for source, _, index, _ in placed:
-                self._replicas[source].abandon(index)
+            for entry in incoming:
+                self._replicas[entry.source].abandon(entry.index)
             raise
-        for source, theirs, index, _ in placed:
-            self._replicas[source].done(index, theirs.iteration)
-        return sum(theirs.end for _, theirs, _, _ in placed)
+        self._sent = header.manifest_checksum
+        for entry in incoming:
+            self._replicas[entry.source].done(entry.index, entry.header.iteration)
+        return sum(_bytes_of(entry) for entry in incoming)
+
+    # --- the four steps -------------------------------------------------------------------------------
 
     def _headers(self, slot: Slot, header: SlotHeader) -> dict[int, SlotHeader]:
-        group = self._peers.group
-        self._header_out.copy_(torch.frombuffer(slot.view, dtype=torch.uint8, count=HEADER_BYTES))
+        self._header_out.copy_(_bytes(slot, 0, HEADER_BYTES))
         pages = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in self._peers.receives}
-        works = [group.recv([page], source, _HEADER_TAG) for source, page in pages.items()]
-        works += [group.send([self._header_out], target, _HEADER_TAG) for target in self._peers.sends]
-        for work in works:
-            work.wait(self._timeout)
+        self._swap(
+            [(source, page, _HEADER_TAG) for source, page in pages.items()],
+            [(target, self._header_out, _HEADER_TAG) for target in self._peers.sends],
+        )
         result = {}
         for source, page in pages.items():
             theirs = SlotHeader.unpack(bytes(page.numpy()))
@@ -141,40 +125,199 @@ class Exchange:
                     f"a peer sent round {theirs.round}, iteration {theirs.iteration} of rank {theirs.owner}; "
                     f"expected round {expected[0]}, iteration {expected[1]} of rank {expected[2]}"
                 )
+            if not theirs.sealed:
+                raise ReplicaCorrupt("a peer sent a slot without checksums")
             result[source] = dataclasses.replace(theirs, flags=0)
         return result
 
-    def _bodies(self, slot: Slot, header: SlotHeader, placed: list[tuple[int, SlotHeader, int, Slot]]) -> None:
+    def _fronts(self, slot: Slot, header: SlotHeader, incoming: Sequence[Incoming]) -> None:
+        receives, sends = [], []
+        for entry in incoming:
+            theirs, known = entry.header, self._received.get(entry.source)
+            if known is None or known[0] != theirs.manifest_checksum:
+                text = _bytes(entry.slot, theirs.manifest_offset, theirs.manifest_length)
+                receives.append((entry.source, text, _MANIFEST_TAG))
+            table = _bytes(entry.slot, theirs.checksums_offset, 8 * theirs.num_items)
+            receives.append((entry.source, table, _CHECKSUMS_TAG))
+        for target in self._peers.sends:
+            if self._sent != header.manifest_checksum:
+                text = _bytes(slot, header.manifest_offset, header.manifest_length)
+                sends.append((target, text, _MANIFEST_TAG))
+            sends.append((target, _bytes(slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
+        self._swap(receives, sends)
+        for entry in incoming:
+            theirs, known = entry.header, self._received.get(entry.source)
+            if known is None or known[0] != theirs.manifest_checksum:
+                parsed = entry.slot.manifest(theirs)
+                start = theirs.manifest_offset
+                text_bytes = bytes(entry.slot.view[start : start + theirs.manifest_length])
+                known = self._received[entry.source] = (theirs.manifest_checksum, text_bytes, parsed)
+                self._twins.pop(entry.source, None)
+            else:
+                start = theirs.manifest_offset
+                entry.slot.view[start : start + theirs.manifest_length] = known[1]
+            entry.manifest = known[2]
+            entry.checksums = np.array(entry.slot.stored_checksums(theirs), np.uint64)
+
+    def _choose(self, entry: Incoming, manifest: Manifest, own: npt.NDArray[np.uint64]) -> None:
+        """Want what this rank's own slot does not hold alike."""
+        assert entry.manifest is not None, "received before"
+        twins = self._twins.get(entry.source)
+        if twins is None or twins.mine is not manifest:
+            twins = self._twins[entry.source] = _Twins.of(entry.manifest, manifest)
+        alike = own[twins.ours] == entry.checksums[twins.theirs]
+        entry.wanted = np.ones(len(entry.manifest.items), np.uint8)
+        entry.wanted[twins.theirs[alike]] = 0
+
+    def _wanted(self, header: SlotHeader, incoming: Sequence[Incoming]) -> dict[int, Flags]:
+        """Target -> which tensors of this rank's it wants."""
+        answers = {target: torch.empty(header.num_items, dtype=torch.uint8) for target in self._peers.sends}
+        self._swap(
+            [(target, answer, _WANTED_TAG) for target, answer in answers.items()],
+            [(entry.source, torch.from_numpy(entry.wanted), _WANTED_TAG) for entry in incoming],
+        )
+        return {target: answer.numpy() for target, answer in answers.items()}
+
+    def _bodies(
+        self, slot: Slot, header: SlotHeader, moves: tuple[Manifest, dict[int, Flags], Sequence[Incoming]]
+    ) -> None:
+        manifest, wanted, incoming = moves
         group = self._peers.group
         streams: list[Iterator[Any]] = []
-        for target in self._peers.sends:
-            streams.append(_posts(group.send, slot, header.end, target))
-        for source, theirs, _, replica in placed:
-            streams.append(_posts(group.recv, replica, theirs.end, source))
+        for target, flags in wanted.items():
+            streams.append(_posts(group.send, slot, header, spans(manifest, flags), target))
+        for entry in incoming:
+            assert entry.manifest is not None, "received before"
+            theirs = spans(entry.manifest, entry.wanted)
+            streams.append(_posts(group.recv, entry.slot, entry.header, theirs, entry.source))
         windows: list[tuple[Iterator[Any], deque[Any]]] = [(stream, deque()) for stream in streams]
-        while windows:
-            for stream, posted in windows:
-                while len(posted) < WINDOW and (work := next(stream, None)) is not None:
-                    posted.append(work)
-            windows = [(stream, posted) for stream, posted in windows if posted]
+        _post(windows)
+        for entry in incoming:  # while the first chunks are on their way
+            self._copy_twins(slot, header, entry)
+        while windows := [(stream, posted) for stream, posted in windows if posted]:
             for _, posted in windows:
                 posted.popleft().wait(self._timeout)
+            _post(windows)
+
+    def _copy_twins(self, slot: Slot, header: SlotHeader, entry: Incoming) -> None:
+        source = _address(slot) + header.payload_offset
+        target = _address(entry.slot) + entry.header.payload_offset
+        for theirs, ours, length in self._twins[entry.source].runs(entry.wanted):
+            ctypes.memmove(target + theirs, source + ours, length)
+
+    def _swap(
+        self, receives: Sequence[tuple[int, torch.Tensor, int]], sends: Sequence[tuple[int, torch.Tensor, int]]
+    ) -> None:
+        """Post all and wait for all. Each: (group rank, bytes, tag)."""
+        group = self._peers.group
+        works = [group.recv([data], rank, tag) for rank, data, tag in receives if len(data)]
+        works += [group.send([data], rank, tag) for rank, data, tag in sends if len(data)]
+        for work in works:
+            work.wait(self._timeout)
 
 
-def _posts(post: Any, slot: Slot, end: int, peer: int) -> Iterator[Any]:
-    """Post the body of a slot chunk by chunk; each chunk has its own tag, so order is no concern."""
-    for number, start in enumerate(range(HEADER_BYTES, end, CHUNK_BYTES)):
-        length = min(CHUNK_BYTES, end - start)
-        chunk = torch.frombuffer(slot.view, dtype=torch.uint8, count=length, offset=start)
-        yield post([chunk], peer, _FIRST_CHUNK_TAG + number)
+class _Twins:
+    """Tensors of one name and length in two ranks' manifests: what may be alike.
+
+    Attributes:
+        theirs, ours: their indices in either manifest, in the order of the peer's.
+        mine: this rank's manifest.
+    """
+
+    def __init__(self, theirs: Manifest, mine: Manifest, pairs: Sequence[tuple[int, int]]) -> None:
+        self.mine = mine
+        self.theirs = np.array([pair[0] for pair in pairs], np.intp)
+        self.ours = np.array([pair[1] for pair in pairs], np.intp)
+        offsets = {their: mine.items[our].offset for their, our in pairs}
+        # All of the peer's tensors: one that has no twin is always wanted, and ends a run.
+        self._places = [(item.offset, offsets.get(index, -1), item.length) for index, item in enumerate(theirs.items)]
+
+    @classmethod
+    def of(cls, theirs: Manifest, mine: Manifest) -> _Twins:
+        known = {item.name: index for index, item in enumerate(mine.items)}
+        pairs = []
+        for index, item in enumerate(theirs.items):
+            our = known.get(item.name)
+            if our is not None and mine.items[our].length == item.length:
+                pairs.append((index, our))
+        return cls(theirs, mine, pairs)
+
+    def runs(self, wanted: Flags) -> Iterator[tuple[int, int, int]]:
+        """(offset in the peer's payload, in this rank's, length) of what is copied, in as few pieces as can be.
+
+        Gaps between tensors hold nothing, so a run goes over them where both payloads have the same ones.
+        """
+        start = ours = end = -1
+        for (their, our, length), want in zip(self._places, wanted, strict=True):
+            if want:
+                if end > start:
+                    yield start, ours, end - start
+                start = end = -1
+            elif end > start and their >= end and their - start == our - ours:
+                end = their + length
+            else:
+                if end > start:
+                    yield start, ours, end - start
+                start, ours, end = their, our, their + length
+        if end > start:
+            yield start, ours, end - start
 
 
-def _accept(slot: Slot, header: SlotHeader) -> None:
-    """Check what arrived against the header that announced it, then commit it."""
-    if not header.sealed:
-        raise ReplicaCorrupt("a peer sent a slot without checksums")
-    slot.verify(dataclasses.replace(header, sequence=1))
-    slot.commit(header)
+def spans(manifest: Manifest, wanted: Flags) -> list[Span]:
+    """The parts of the payload to send, in order; both ends compute the same."""
+    found: list[Span] = []
+    for item, flag in zip(manifest.items, wanted, strict=True):
+        if not flag or not item.length:
+            continue
+        start, end = item.offset, item.offset + item.length
+        if found and 0 <= start - found[-1][1] <= GAP_BYTES:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _posts(post: Any, slot: Slot, header: SlotHeader, parts: Sequence[Span], peer: int) -> Iterator[Any]:
+    """Post the objects and the parts of the payload chunk by chunk; each chunk has its own tag, so order is no
+    concern."""
+    if header.objects_length:
+        yield post([_bytes(slot, header.objects_offset, header.objects_length)], peer, _OBJECTS_TAG)
+    tag = _FIRST_CHUNK_TAG
+    for start, end in parts:
+        for at in range(start, end, CHUNK_BYTES):
+            chunk = _bytes(slot, header.payload_offset + at, min(CHUNK_BYTES, end - at))
+            yield post([chunk], peer, tag)
+            tag += 1
+
+
+def _post(windows: Sequence[tuple[Iterator[Any], deque[Any]]]) -> None:
+    for stream, posted in windows:
+        while len(posted) < WINDOW and (work := next(stream, None)) is not None:
+            posted.append(work)
+
+
+def _accept(entry: Incoming) -> None:
+    """Check what arrived against the header that announced it, then commit it. What was copied here is as this
+    rank's own slot, whose checksums are known."""
+    assert entry.manifest is not None, "received before"
+    entry.slot.objects(entry.header)
+    entry.slot.verify_items(entry.manifest, entry.header, np.flatnonzero(entry.wanted).tolist())
+    entry.slot.commit(entry.header)
+
+
+def _bytes_of(entry: Incoming) -> int:
+    assert entry.manifest is not None, "received before"
+    return sum(end - start for start, end in spans(entry.manifest, entry.wanted)) + entry.header.objects_length
+
+
+def _bytes(slot: Slot, start: int, length: int) -> torch.Tensor:
+    if not length:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(slot.view, dtype=torch.uint8, count=length, offset=start)
+
+
+def _address(slot: Slot) -> int:
+    return int(torch.frombuffer(slot.view, dtype=torch.uint8, count=1).data_ptr())
 
 
 def _first_line(error: BaseException) -> str:

@@ -157,7 +157,7 @@ class Committer:
         header = job.slot.header()
         job.slot.seal(job.manifest, header)
         if exchange is not None:
-            exchange.run(job.slot, job.slot.header(), keep=self.record.iteration)
+            exchange.run(job.slot, job.slot.header(), job.manifest, keep=self.record.iteration)
         job.slot.unlock()
         if store is None:
             record = self._schedule.after(job.iteration, time.time())

@@ -1,0 +1,177 @@
+"""What is sent between two ranks and what is copied from the own slot: the replica is whole and equal either way."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from gemini_run.errors import GeminiError
+from gemini_run.memory.segment import scan_slots
+from gemini_run.memory.slots import Slot
+from gemini_run.peers import transport
+from gemini_run.peers.group import Peers, form
+from gemini_run.peers.transport import Exchange, spans
+from gemini_run.plan.manifest import Manifest
+from gemini_run.plan.placement import placement
+from gemini_run.testing.slotfiles import manifest_of, write_slot
+from gemini_run.wire import MemoryPaths
+
+TIMEOUT = timedelta(seconds=30)
+
+
+class Pair:
+    """Two ranks, each on a node of its own, in two threads of this process."""
+
+    def __init__(self, base: Path) -> None:
+        self.paths = [MemoryPaths(base / f"n{rank}") for rank in range(2)]
+        for paths in self.paths:
+            paths.slots.mkdir(parents=True)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pool = ThreadPoolExecutor(2)
+        self.manifests: dict[Any, Manifest] = {}
+        self.exchanges = list(self._pool.map(self._join, range(2)))
+
+    def _join(self, rank: int) -> Exchange:
+        store = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, wait_for_workers=False)
+        peers = form(
+            placement(2, 2), node_rank=rank, local_rank=0, first_ranks=(0, 1), store=store, prefix="p",
+            store_host="127.0.0.1", timeout=TIMEOUT,
+        )  # fmt: skip
+        assert isinstance(peers, Peers)
+        return Exchange(peers, self.paths[rank], round=0, timeout=TIMEOUT)
+
+    def exchange(self, iteration: int, states: tuple[Mapping[str, bytes], Mapping[str, bytes]]) -> list[int]:
+        """Both ranks write their slot and exchange it. Returns bytes received by each."""
+
+        def one(rank: int) -> int:
+            path = self.paths[rank].slot(rank, iteration % 2)
+            tensors = states[rank]
+            manifest = self.manifests.setdefault(
+                (rank, tuple((n, len(t)) for n, t in tensors.items())), manifest_of(tensors, owner=rank, world_size=2)
+            )
+            write_slot(path, iteration=iteration, tensors=tensors, owner=rank, world_size=2, manifest=manifest)
+            slot = Slot(path, writable=True)
+            try:
+                return self.exchanges[rank].run(slot, slot.header(), manifest, keep=iteration - 1)
+            finally:
+                slot.close()
+
+        return [future.result(60) for future in [self._pool.submit(one, rank) for rank in range(2)]]
+
+    def check(self, iteration: int, states: tuple[Mapping[str, bytes], Mapping[str, bytes]]) -> None:
+        """Both nodes hold both shards, every checksum right, tensor by tensor as they were."""
+        for paths in self.paths:
+            for owner in range(2):
+                here = [i for i in scan_slots(paths) if i.usable and i.header and i.header.owner == owner]
+                [path] = [i.path for i in here if i.header and i.header.iteration == iteration]
+                slot = Slot(path)
+                header, manifest = slot.verify()
+                payload = slot.payload(header)
+                found = {i.name: bytes(payload[i.offset : i.offset + i.length]) for i in manifest.items}
+                payload.release()
+                assert found == dict(states[owner])
+                slot.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair._pool.shutdown()
+
+
+def noise(seed: int, length: int) -> bytes:
+    return np.random.default_rng(seed).bytes(length)
+
+
+def test_what_is_alike_is_not_sent(pair: Pair) -> None:
+    shared = {f"w{i}": noise(i, 300_000) for i in range(5)}
+    for iteration in (1, 2, 3):
+        shared["w0"] = noise(100 + iteration, 300_000)
+        states = ({**shared, "rng": noise(iteration, 5000)}, {**shared, "rng": noise(-iteration + 50, 5000)})
+        received = pair.exchange(iteration, states)
+        pair.check(iteration, states)
+        assert all(5000 <= count < 6000 for count in received), received
+
+
+def test_what_differs_is_sent(pair: Pair) -> None:
+    states = ({"w": noise(1, 20_000_000), "b": b""}, {"w": noise(2, 20_000_000), "b": b""})
+    assert min(pair.exchange(1, states)) >= 20_000_000
+    pair.check(1, states)
+
+
+def test_any_mixture_arrives_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(transport, "GAP_BYTES", 3_000)
+    rng = random.Random(7)
+    for iteration in range(1, 16):
+        names = [f"t{i}" for i in range(rng.randrange(1, 30))]
+        left = {name: noise(rng.randrange(10**6), rng.choice([0, 1, 63, 64, 65, 5000, 40_000])) for name in names}
+        right = dict(left)
+        for name in names:
+            change = rng.random()
+            if change < 0.3:
+                right[name] = noise(rng.randrange(10**6), len(left[name]))
+            elif change < 0.4:
+                right[name] = noise(rng.randrange(10**6), len(left[name]) + 17)  # of another size
+            elif change < 0.5 and len(right) > 1:
+                del right[name]
+            elif change < 0.6:
+                right = {name: right.pop(name), **right}  # elsewhere in the payload
+        right[f"only{iteration}"] = noise(1, 100)
+        pair.exchange(iteration, (left, right))
+        pair.check(iteration, (left, right))
+
+
+def test_the_manifest_goes_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    swap = Exchange._swap
+
+    def count(self: Exchange, receives: list, sends: list) -> None:
+        sent.extend(tag for _, _, tag in sends if tag == transport._MANIFEST_TAG)
+        swap(self, receives, sends)
+
+    monkeypatch.setattr(Exchange, "_swap", count)
+    for iteration in (1, 2, 3):
+        states = ({"w": noise(iteration, 1000)}, {"w": noise(-iteration + 50, 1000)})
+        pair.exchange(iteration, states)
+        pair.check(iteration, states)
+    assert len(sent) == 2, "one for each direction"
+    states = ({"w": noise(9, 1000), "new": b"x"}, {"w": noise(8, 1000)})
+    pair.exchange(4, states)
+    pair.check(4, states)
+    assert len(sent) == 3
+
+
+def test_a_flipped_bit_on_the_way_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = transport._accept
+    once = threading.Lock()
+
+    def flip(entry: transport.Incoming) -> None:
+        if once.acquire(blocking=False):
+            entry.slot.view[entry.header.payload_offset] ^= 1
+        accept(entry)
+
+    monkeypatch.setattr(transport, "_accept", flip)
+    states = ({"w": noise(1, 1000)}, {"w": noise(2, 1000)})
+    with pytest.raises(GeminiError, match="'w' fails its checksum"):
+        pair.exchange(1, states)
+    torn = [info for paths in pair.paths for info in scan_slots(paths) if info.torn]
+    assert len(torn) == 1
+
+
+def test_spans_go_over_small_gaps_only() -> None:
+    manifest = manifest_of({"a": bytes(100), "b": bytes(100), "c": bytes(100_000), "d": bytes(10), "e": b""})
+    offsets = [item.offset for item in manifest.items]
+    assert spans(manifest, np.array([1, 0, 0, 1, 1], np.uint8)) == [(0, 100), (offsets[3], offsets[3] + 10)]
+    assert spans(manifest, np.array([1, 0, 1, 0, 0], np.uint8)) == [(0, offsets[2] + 100_000)]
+    assert spans(manifest, np.zeros(5, np.uint8)) == []
