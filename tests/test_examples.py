@@ -91,18 +91,14 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
 
 
 @pytest.mark.cluster
-def test_char_lm_learns_and_repeats_to_the_bit(tmp_path: Path) -> None:
-    states = []
-    for run in ("first", "second"):
-        save, log = tmp_path / f"{run}.pt", tmp_path / f"{run}.log"
-        output = torchrun("char_lm.py", *CHAR_LM, f"--save={save}", f"--losses={log}")
-        losses = [float(line.split()[2]) for line in log.read_text().splitlines()]
-        assert len(losses) == 60
-        assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 1.0
-        assert "step   20/60" in output and "--- sample" in output
-        states.append(torch.load(save, weights_only=True))
-    assert count_tensors(states[0]) > 20
-    assert differences(*states) == []
+def test_char_lm_learns(tmp_path: Path) -> None:
+    save, log = tmp_path / "state.pt", tmp_path / "losses"
+    output = torchrun("char_lm.py", *CHAR_LM, f"--save={save}", f"--losses={log}")
+    losses = [float(line.split()[2]) for line in log.read_text().splitlines()]
+    assert len(losses) == 60
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 1.0
+    assert "step   20/60" in output and "--- sample" in output
+    assert count_tensors(torch.load(save, weights_only=True)) > 20
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +108,7 @@ def digits_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pat
     return torchrun("digits.py", f"--epochs={DIGITS_EPOCHS}", f"--save={save}"), save
 
 
+@pytest.mark.xdist_group("digits")
 @pytest.mark.cluster
 def test_digits_are_recognised(digits_reference: tuple[str, Path]) -> None:
     accuracies = [float(found) for found in re.findall(r"accuracy (\S+)", digits_reference[0])]
@@ -119,6 +116,7 @@ def test_digits_are_recognised(digits_reference: tuple[str, Path]) -> None:
     assert accuracies[-1] > 0.94
 
 
+@pytest.mark.xdist_group("digits")
 @pytest.mark.cluster
 def test_digits_survive_a_worker_in_mid_epoch(digits_reference: tuple[str, Path]) -> None:
     with LocalCluster(nodes=1, workers_per_node=2) as cluster:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import xxhash
 
-from gemini_run.durable import dcp, layout
+from gemini_run.durable import layout
 from gemini_run.durable.layout import Marker, Place, RankRecord, StoredFile
 from gemini_run.durable.tier import DurableTier, Source
 from gemini_run.errors import DurableError, ReplicaCorrupt
@@ -130,6 +130,8 @@ def store_part(
 
     Raises: DurableError, ReplicaCorrupt. What was stored so far is left for the root's cleaning.
     """
+    from gemini_run.durable import dcp  # DCP costs a second to import: not at the start of every agent
+
     stored = Stored()
     for index, (rank, part) in enumerate(sorted(parts.items())):
         with SlotReader(part.slot, iteration) as reader:
@@ -169,6 +171,8 @@ def commit(
 
     Raises: DurableError; also if an entry or a rank's record is missing in `stored`.
     """
+    from gemini_run.durable import dcp
+
     missing = [e.name for i, e in enumerate(assignment.entries) if i not in stored.places]
     missing += [f for r in range(world_size) if (f := layout.rank_file(r)) not in stored.files]
     if missing:

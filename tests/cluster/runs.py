@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -119,3 +120,21 @@ def run() -> Iterator[Callable[..., Run]]:
     yield make
     for cluster in clusters:
         cluster.__exit__(None, None, None)
+
+
+class Said:
+    """What a command printed."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def ask(cluster: LocalCluster, *words: object) -> Said:
+    code = "from gemini_run.cli.main import main; main()"
+    command = [sys.executable, "-c", code, *map(str, words)]
+    environment = cluster.environment()
+    return Said(subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from torch.distributed.run import get_args_parser
 
 from gemini_run.agent.argv import option_strings
+from gemini_run.cli.main import main
 from gemini_run.cli.run import run
 from gemini_run.config import OPTION_NAMES
 
@@ -55,7 +57,7 @@ def test_help_shows_ours_and_torchruns() -> None:
             assert option in done.stdout, option
 
 
-def test_mistakes_get_one_line_and_exit_code_2() -> None:
+def test_mistakes_get_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     for words, word in (
         ([], "no script"),
         (["--replicas", "two", "t.py"], "--replicas"),
@@ -66,10 +68,12 @@ def test_mistakes_get_one_line_and_exit_code_2() -> None:
         (["--memory-dir", "/no/such/place", "t.py"], "/no/such/place"),
         (["--config", "/no/such/file", "t.py"], "/no/such/file"),
     ):
-        done = gemini_run(*words)
-        assert done.returncode == 2, (words, done.stderr)
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        assert len(lines) == 1, (words, done.stderr)
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        said = capfd.readouterr().err
+        assert end.value.code == 2, (words, said)
+        lines = [line for line in said.splitlines() if line.strip()]
+        assert len(lines) == 1, (words, said)
         assert lines[0].startswith("gemini-run: error: "), lines
         assert word in lines[0], lines
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,3 +135,10 @@ def test_memory_and_the_reading_commands_do_not_need_torch() -> None:
             for node in tree.body:
                 for name, line in imports(ast.Module([node], [])):
                     assert name.split(".")[0] != "torch", f"{relative}:{line}"
+
+
+def test_an_agent_starts_without_what_only_uploads_need() -> None:
+    """The import of torch.distributed.checkpoint alone would cost a replacement node a second before it can join."""
+    code = "import sys, gemini_run.agent.launch; print('torch.distributed.checkpoint' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == "False"

@@ -1,10 +1,16 @@
-"""Rank RANK of 3 with DDP: trains 6 iterations, or goes on from iteration argv[1]; prints a hash of the weights."""
+"""Three ranks with DDP, forked from one interpreter so that torch is imported once.
+
+argv: a JSON list of phases {"given": "wrapped" | "bare", "total": iterations, "port": of the process group,
+"context": the worker context}. Prints a hash of rank 0's weights after each phase.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,22 +18,53 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
+from gemini_run.wire import ENV_WORKER
 
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(500, 600), nn.Tanh(), nn.Linear(600, 500), nn.Tanh(), nn.Linear(500, 3))
-ddp = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-torch.manual_seed(100 + dist.get_rank())
-given = ddp if sys.argv[1] == "wrapped" else model
-ckpt = gemini_run.Checkpointer(model=given, optimizer=optimizer)
-total = int(sys.argv[2])
-for _ in ckpt.steps(total):
-    optimizer.zero_grad()
-    ddp(torch.randn(8, 500)).square().mean().backward()
-    optimizer.step()
-ckpt.close()
-if os.environ["RANK"] == "0":
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    print("HASH", digest.hexdigest(), flush=True)
-dist.destroy_process_group()
+RANKS = 3
+
+
+def train(rank: int, phase: dict[str, Any]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(phase["port"]),
+    )  # fmt: skip
+    os.environ[ENV_WORKER] = phase["context"]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(500, 600), nn.Tanh(), nn.Linear(600, 500), nn.Tanh(), nn.Linear(500, 3))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(100 + rank)
+    ckpt = gemini_run.Checkpointer(model=ddp if phase["given"] == "wrapped" else model, optimizer=optimizer)
+    for _ in ckpt.steps(phase["total"]):
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 500)).square().mean().backward()
+        optimizer.step()
+    ckpt.close()
+    if rank == 0:
+        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+        print("HASH", digest.hexdigest(), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    for phase in json.loads(sys.argv[1]):
+        children = []
+        for rank in range(RANKS):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    train(rank, phase)
+                    code = 0
+                except BaseException:  # noqa: BLE001 - this process ends here, whatever it was
+                    sys.excepthook(*sys.exc_info())
+                os._exit(code)
+            children.append(pid)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        if any(codes):
+            sys.exit(f"phase {phase['given']}/{phase['total']}: exit codes {codes}")
+
+
+main()

@@ -1,0 +1,338 @@
+"""Random failures for as long as you like: every run must end with the very state of one that nothing happened to.
+
+Short jobs (episodes), one after the other, each hit by killed workers, agents and nodes, stopped agents and frozen
+nodes, also while it recovers from the one before. Exit code 0 only if each ended well: exit codes, weights, optimizer
+state and generators equal to the bit, no more repeated than promised, no fall back while a copy was left, no process
+and no memory left behind. An episode that failed can be had again, as far as time is the same: --seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gemini_run.testing.compare import count_tensors, differences
+from gemini_run.testing.nodes import (
+    LocalCluster,
+    Node,
+    NodeKind,
+    WaitTimeout,
+    free_port,
+    require_root_namespaces,
+    wait_for,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = ROOT / "tests" / "cluster" / "job.py"
+PATIENCE = 120.0  #: seconds until a job that makes no progress counts as stuck
+SOON = 0.35  #: share of failures that come while the one before is being recovered from
+FROZEN_SECONDS = (0.5, 5.0)  #: silence alone counts as loss after 2.5 s
+WEIGHTS = {"worker": 4, "workers": 1, "agent": 2, "node": 3, "stop": 1, "freeze": 1}
+#: most iterations that a round may repeat: those in flight, and after the loss of a node one more
+REPEATED = 2
+
+
+def say(message: str = "") -> None:
+    print(f"soak: {message}" if message else "", flush=True)
+
+
+class Failed(Exception):
+    """An episode did not end as it must."""
+
+
+@dataclasses.dataclass
+class Tally:
+    """What happened in all episodes."""
+
+    episodes: int = 0
+    faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    seconds: list[float] = dataclasses.field(default_factory=list)  # from a failure to all training again
+    repeated: int = 0
+    fell_back: int = 0
+
+
+class Episode:
+    """One job and what it is put through.
+
+    Args:
+        any_node: also the first node may be lost (its rendezvous outlives it).
+    """
+
+    def __init__(self, cluster: LocalCluster, args: argparse.Namespace, seed: int, tally: Tally) -> None:
+        self.cluster = cluster
+        self.args = args
+        self.rng = random.Random(seed)
+        self.tally = tally
+        self.world = args.nodes * args.workers
+        self.out = cluster.scratch / "out"
+        self.mortal = cluster.nodes if args.backend == "gemini" else cluster.nodes[1:]
+        self.may_fall_back = False
+        self.exposed_at: int | None = None  # a node was lost: no copy to spare until all have gone on from here
+        self.began = time.monotonic()
+
+    def run(self) -> None:
+        """Raises: Failed, WaitTimeout."""
+        durable = self.cluster.scratch / "durable"
+        options = [f"--durable={durable}", "--durable-interval=40it", f"--rdzv-backend={self.args.backend}"]
+        if self.args.backend == "gemini":
+            options.append("--rdzv-endpoint=" + ",".join(f"127.0.0.1:{free_pair()}" for _ in self.cluster.nodes))
+        job = [f"--steps={self.args.steps}", f"--pause={self.args.pause}", f"--out={self.out}"]
+        self.cluster.start(JOB, *job, options=options)
+        self.until(lambda: self.iteration() >= 3, "the first iterations")
+        while self.iteration() < self.args.steps - 3:
+            failed_at = time.time()
+            if not self.fail():
+                time.sleep(0.02)
+                continue
+            if self.rng.random() < SOON:
+                time.sleep(self.rng.random())
+                continue
+            self.until(lambda at=failed_at: self.training_since(at) or self.over(), "training to go on")  # type: ignore[misc]
+            if not self.over():
+                first = max(b.first_step_at for node in self.cluster.nodes for b in node.beacons().values())
+                self.tally.seconds.append(first - failed_at)
+            time.sleep(1.5 * self.rng.random())
+        self.check()
+
+    # --- failures ---------------------------------------------------------------------------------
+
+    def fail(self) -> bool:
+        """Let something happen, if it can happen now."""
+        kind = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        happened = getattr(self, kind)()
+        if happened:
+            self.tally.faults[kind] += 1
+        return bool(happened)
+
+    def worker(self) -> bool:
+        return self.kill_workers(1)
+
+    def workers(self) -> bool:
+        return self.world > 1 and self.kill_workers(self.rng.randrange(2, self.world + 1))
+
+    def kill_workers(self, count: int) -> bool:
+        alive = [pid for node in self.cluster.nodes for i in range(self.args.workers) if (pid := node.worker_pid(i))]
+        if len(alive) < count:
+            return False
+        self.note(f"SIGKILL of {count} worker{'s' * (count > 1)}")
+        for pid in self.rng.sample(alive, count):
+            kill(pid, signal.SIGKILL)
+        return True
+
+    def agent(self) -> bool:
+        return self.end_agent(signal.SIGKILL, "SIGKILL of the agent")
+
+    def stop(self) -> bool:
+        return self.end_agent(signal.SIGTERM, "SIGTERM to the agent")
+
+    def end_agent(self, number: signal.Signals, what: str) -> bool:
+        node = self.rng.choice(self.mortal)
+        if not node.running:
+            return False
+        self.note(f"{what} of node {node.index}, which is started again")
+        kill(node.pid, number)
+        node.wait(PATIENCE)
+        wait_for(lambda: not node.processes(), PATIENCE, f"the end of node {node.index}'s workers", context=node.tail)
+        self.start_again(node)
+        return True
+
+    def node(self) -> bool:
+        node = self.rng.choice(self.mortal)
+        if not node.running:
+            return False
+        if self.exposed_at is not None and self.copies_complete() <= self.exposed_at:
+            self.may_fall_back = True  # what was lost before is not yet made good: nobody promised this
+        self.exposed_at = max((b.iteration for n in self.cluster.nodes for b in n.beacons().values()), default=0)
+        self.note(f"loss of node {node.index} with its memory; a fresh one is started")
+        node.kill()
+        self.start_again(node)
+        return True
+
+    def freeze(self) -> bool:
+        node = self.rng.choice(self.mortal)
+        if not node.running:
+            return False
+        seconds = self.rng.uniform(*FROZEN_SECONDS)
+        self.note(f"node {node.index} is frozen for {seconds:.1f} s")
+        node.freeze()
+        time.sleep(seconds)
+        node.thaw()
+        return True
+
+    def start_again(self, node: Node) -> None:
+        time.sleep(self.rng.choice([0.0, self.rng.random()]))
+        self.cluster.start_node(node.index)
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    def iteration(self) -> int:
+        return self.cluster.iteration()
+
+    def copies_complete(self) -> int:
+        """Newest iteration that every rank knows to be complete everywhere, replicas included."""
+        beacons = [b for node in self.cluster.nodes for b in node.beacons().values()]
+        return min((b.committed for b in beacons), default=0) if len(beacons) == self.world else 0
+
+    def training_since(self, moment: float) -> bool:
+        beacons = [b for node in self.cluster.nodes for b in node.beacons().values()]
+        return len(beacons) == self.world and all(b.first_step_at > moment for b in beacons)
+
+    def over(self) -> bool:
+        return not any(node.running for node in self.cluster.nodes)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def looked() -> object:
+            for node in self.cluster.nodes:
+                if not node.running and node.wait(0) != 0:
+                    raise Failed(f"node {node.index} ended with exit code {node.wait(0)}\n{self.cluster.tail()}")
+            return condition()
+
+        self.cluster.wait_for(looked, PATIENCE, what)
+
+    def note(self, what: str) -> None:
+        say(f"  {time.monotonic() - self.began:5.1f} s  iteration {self.iteration():4}  {what}")
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises: Failed."""
+        self.until(self.over, "the end of training")
+        rounds = self.cluster.events("round_started")
+        for event in rounds:
+            if event["source"] in ("local", "peer") and event["lost_iterations"] > REPEATED:
+                raise Failed(f"round {event['round']} repeated {event['lost_iterations']} iterations")
+        self.tally.repeated += sum({e["round"]: e["lost_iterations"] for e in rounds}.values())
+        fell_back = self.cluster.events("fell_back")
+        self.tally.fell_back += len({event["round"] for event in fell_back})
+        if fell_back and not self.may_fall_back:
+            raise Failed(f"it fell back though a copy was left: {fell_back[0]}\n{self.cluster.tail()}")
+        for node in self.cluster.nodes:
+            if left := node.processes():
+                raise Failed(f"node {node.index} left processes behind: {left}")
+            if node.memory() is not None:
+                raise Failed(f"node {node.index} left its memory behind: {node.memory()}")
+
+    def differs_from(self, reference: Path) -> list[str]:
+        """Where the final state of any rank is another than the reference's."""
+        import torch
+
+        found = []
+        for rank in range(self.world):
+            mine, theirs = (torch.load(f / f"{rank}.pt", weights_only=True) for f in (self.out, reference))
+            if not count_tensors(theirs):
+                raise Failed("the reference holds no tensors: nothing would be compared")
+            found += differences(mine, theirs, f"rank {rank}")
+        return found
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it ended by itself, just now
+
+
+def free_pair() -> int:
+    """A port that is free, as the next is: an etcd member takes both."""
+    while True:
+        port = free_port()
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port + 1))
+                return port
+            except OSError:
+                continue  # the next is taken
+
+
+def reference(args: argparse.Namespace, out: Path) -> None:
+    """The job under plain torchrun, undisturbed. Raises: subprocess.CalledProcessError."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={args.nodes * args.workers}", str(JOB), f"--steps={args.steps}", f"--out={out}"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def soak(args: argparse.Namespace, scratch: Path) -> Tally:
+    """Raises: Failed, WaitTimeout."""
+    end = time.monotonic() + 60 * args.minutes
+    tally = Tally()
+    reference(args, scratch / "reference")
+    seed = args.seed
+    while not tally.episodes or (time.monotonic() < end and (args.episodes or 10**9) > tally.episodes):
+        say(f"episode {tally.episodes + 1}, --seed {seed}")
+        with LocalCluster(nodes=args.nodes, workers_per_node=args.workers, kind=args.kind, echo=False) as cluster:
+            episode = Episode(cluster, args, seed, tally)
+            try:
+                episode.run()
+                if found := episode.differs_from(scratch / "reference"):
+                    raise Failed("the final state is another: " + "; ".join(found[:5]))
+            except (Failed, WaitTimeout):
+                keep(cluster, args.keep)
+                raise
+        tally.episodes += 1
+        seed += 1
+    return tally
+
+
+def keep(cluster: LocalCluster, where: Path | None) -> None:
+    """Copy what the nodes said, and the events, out of a failed episode."""
+    if where is None:
+        return
+    where.mkdir(parents=True, exist_ok=True)
+    for path in [*cluster.scratch.glob("*.out"), cluster.paths.events]:
+        if path.exists():
+            (where / path.name).write_bytes(path.read_bytes())
+    say(f"its logs are in {where}")
+
+
+def report(tally: Tally) -> None:
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in tally.faults.most_common())
+    say(f"{tally.episodes} episode(s), {sum(tally.faults.values())} failures ({kinds})")
+    if tally.seconds:
+        say(
+            f"training again after {statistics.median(tally.seconds):.2f} s (median of {len(tally.seconds)}), at most "
+            f"{max(tally.seconds):.2f} s; frozen and started nodes included"
+        )
+    say(f"{tally.repeated} iteration(s) repeated, {tally.fell_back} time(s) back to the durable tier")
+    say("every final state is torch.equal to the undisturbed run's")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="begin no episode after these (at least one)")
+    parser.add_argument("--episodes", type=int, help="at most so many")
+    parser.add_argument("--seed", type=int, default=1, help="of the first episode; each has the next")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1, help="per node")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds that an iteration takes longer")
+    parser.add_argument("--backend", choices=["c10d", "gemini"], default="c10d",
+                        help="c10d: the first node lives; gemini: any may be lost")  # fmt: skip
+    parser.add_argument("--plain", action="store_true", help="plain processes, even where namespaces can be had")
+    parser.add_argument("--keep", type=Path, help="folder for the logs of an episode that failed")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster cleans up
+    kind: NodeKind = "process" if args.plain or require_root_namespaces() else "shm"
+    args.kind = kind
+    with tempfile.TemporaryDirectory(prefix="gemini-run-soak-") as scratch:
+        try:
+            report(soak(args, Path(scratch)))
+        except (Failed, WaitTimeout, subprocess.CalledProcessError) as error:
+            say(f"FAILED: {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
