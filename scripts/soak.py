@@ -91,19 +91,18 @@ class Episode:
         job = [f"--steps={self.args.steps}", f"--pause={self.args.pause}", f"--out={self.out}"]
         self.cluster.start(JOB, *job, options=options)
         self.until(lambda: self.iteration() >= 3, "the first iterations")
-        while self.iteration() < self.args.steps - 3:
-            failed_at = time.time()
+        while not self.ending():
+            failed_at, done = time.time(), self.furthest()
             if not self.fail():
                 time.sleep(0.02)
-                continue
-            if self.rng.random() < SOON:
+            elif self.rng.random() < SOON:
                 time.sleep(self.rng.random())
-                continue
-            self.until(lambda at=failed_at: self.training_since(at) or self.over(), "training to go on")  # type: ignore[misc]
-            if not self.over():
-                first = max(b.first_step_at for node in self.cluster.nodes for b in node.beacons().values())
-                self.tally.seconds.append(first - failed_at)
-            time.sleep(1.5 * self.rng.random())
+            else:
+                self.until(
+                    lambda at=failed_at, done=done: self.training_since(at, done) or self.ending(),  # type: ignore[misc]
+                    "training to go on",
+                )
+                time.sleep(1.5 * self.rng.random())
         self.check()
 
     # --- failures ---------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ class Episode:
             return False
         if self.exposed_at is not None and self.copies_complete() <= self.exposed_at:
             self.may_fall_back = True  # what was lost before is not yet made good: nobody promised this
-        self.exposed_at = max((b.iteration for n in self.cluster.nodes for b in n.beacons().values()), default=0)
+        self.exposed_at = self.furthest()
         self.note(f"loss of node {node.index} with its memory; a fresh one is started")
         node.kill()
         self.start_again(node)
@@ -185,9 +184,21 @@ class Episode:
         beacons = [b for node in self.cluster.nodes for b in node.beacons().values()]
         return min((b.committed for b in beacons), default=0) if len(beacons) == self.world else 0
 
-    def training_since(self, moment: float) -> bool:
+    def furthest(self) -> int:
+        return max((b.iteration for node in self.cluster.nodes for b in node.beacons().values()), default=0)
+
+    def training_since(self, moment: float, done: int) -> bool:
+        """Whether all finished an iteration in a round that began after `moment`; or, where the failure needed no
+        new round, got past what was in flight then."""
         beacons = [b for node in self.cluster.nodes for b in node.beacons().values()]
-        return len(beacons) == self.world and all(b.first_step_at > moment for b in beacons)
+        if len(beacons) == self.world and all(b.first_step_at > moment for b in beacons):
+            self.tally.seconds.append(max(b.first_step_at for b in beacons) - moment)
+            return True
+        return self.iteration() > done + 1
+
+    def ending(self) -> bool:
+        """Whether the last iterations are due: a node started again now might find nobody."""
+        return self.iteration() >= self.args.steps - 3 or not all(node.running for node in self.cluster.nodes)
 
     def over(self) -> bool:
         return not any(node.running for node in self.cluster.nodes)
