@@ -31,8 +31,9 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/contracts
 
+# Two at a time: much of a real job's time is waiting.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

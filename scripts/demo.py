@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -136,10 +137,19 @@ def interrupted(kind: NodeKind, steps: int, save: Path, durable: Path) -> list[R
             say(f"    node {lost.index}: agent, worker and /dev/shm are gone; starting a fresh node")
             cluster.start_node(lost.index)
 
-        kill_node = demo.fail(f"loss of node {lost.index} with all its memory", lose_node)
+        rank = next(r for r in range(NUM_NODES) if cluster.node_of_rank(r) is lost)
+        kill_node = demo.fail(f"loss of node {lost.index} (rank {rank}) with all its memory", lose_node)
+        demo.wait_for(lambda: state(cluster) == "running", "all nodes to report that they run")
         status(cluster)
         demo.finish()
     return [kill_worker, kill_node]
+
+
+def state(cluster: LocalCluster) -> str:
+    """The run's state, as ``gemini-run status --json`` says it."""
+    command = [*gemini_run_program(), "status", cluster.run_id, "--json"]
+    done = subprocess.run(command, env=cluster.environment(), check=True, capture_output=True, text=True)
+    return str(json.loads(done.stdout)["run"]["state"])
 
 
 def status(cluster: LocalCluster) -> None:

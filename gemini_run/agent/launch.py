@@ -113,7 +113,7 @@ def launch(command: CommandLine, settings: Settings, subcommands: Collection[str
     args = torchrun_arguments(command)
     _, max_nodes = torchrun.parse_min_max_nnodes(args.nnodes)
     settings.replicas_for(max_nodes)
-    preflight.check_memory(settings)
+    preflight.check_memory(settings, args.rdzv_id)
     preflight.check_durable(settings)
     preflight.check_port(args)
     preflight.check_script(args, subcommands)
@@ -151,7 +151,8 @@ def _run_node(
         raise ConfigError(f"--memory-dir {settings.memory_dir}: {error.strerror}") from error
     ending = _Ending()
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: memory.release(remove=ending.succeeded))
+        # What a run that did not succeed left is kept, if it left anything.
+        stack.callback(lambda: memory.release(remove=ending.succeeded or not any(i.usable for i in memory.scan())))
         # One node alone has no peers: nobody outside this host is to see its port.
         server = AgentServer(memory, config.run_id, host="127.0.0.1" if config.max_nodes == 1 else "")
         stack.callback(server.stop)

@@ -21,10 +21,13 @@ from gemini_run.agent import etcd_member
 from gemini_run.config import Settings
 from gemini_run.durable.tier import open_tier
 from gemini_run.errors import ConfigError
+from gemini_run.memory.segment import ended_runs
 from gemini_run.terminal import say
+from gemini_run.wire import run_memory
 
 _C10D_DEFAULT_PORT = 29400
 _PROBE_SECONDS = 5
+_SHOWN = 3  #: paths in a line
 
 
 def check_script(args: argparse.Namespace, subcommands: Collection[str] = ()) -> None:
@@ -47,13 +50,23 @@ def check_script(args: argparse.Namespace, subcommands: Collection[str] = ()) ->
         )
 
 
-def check_memory(settings: Settings) -> None:
-    """Raises: ConfigError where the folder for host memory is missing or cannot be written."""
+def check_memory(settings: Settings, run_id: str) -> None:
+    """Says what earlier runs still hold of it.
+
+    Raises: ConfigError where the folder for host memory is missing or cannot be written.
+    """
     folder = settings.memory_dir
     if not folder.is_dir():
         raise ConfigError(f"--memory-dir {folder}: no such directory; give a tmpfs such as /dev/shm")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--memory-dir {folder}: not writable by user id {os.getuid()}")
+    left = [(path, size) for path, size in ended_runs(folder) if path != run_memory(run_id, folder) and size]
+    if left:
+        runs = ", ".join(str(path) for path, _ in left[:_SHOWN]) + (" ..." if len(left) > _SHOWN else "")
+        say(
+            f"{sum(size for _, size in left) / 2**20:.0f} MiB of host memory are held by {len(left)} run(s) that ended "
+            f"without success ({runs}): gemini-run recover exports what is there, removing the directory frees it"
+        )
 
 
 def check_durable(settings: Settings) -> None:

@@ -18,9 +18,10 @@ from gemini_run.errors import FormatVersionError, ReplicaCorrupt
 from gemini_run.ids import NodeId, new_node_id
 from gemini_run.journal import write_json_atomic
 from gemini_run.memory.slots import HEADER_BYTES, SlotHeader
-from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, run_memory
+from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, memory_root, run_memory
 
 NODE_FORMAT_VERSION = 1
+_CLAIM_ATTEMPTS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,15 @@ class NodeMemory:
         Raises:
             OSError: `base` cannot be written.
         """
+        for _ in range(_CLAIM_ATTEMPTS):
+            try:
+                return cls._claim(run_id, base)
+            except FileNotFoundError:
+                continue  # a run that ended just now removed the folder above, which was empty for a moment
+        return cls._claim(run_id, base)
+
+    @classmethod
+    def _claim(cls, run_id: str, base: Path) -> NodeMemory:
         root = run_memory(run_id, base)
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.mkdir(mode=0o700, exist_ok=True)
@@ -175,7 +185,11 @@ def scan_slots(paths: MemoryPaths) -> list[SlotInfo]:
 def occupied_bytes(paths: MemoryPaths) -> int:
     """Sizes of a node's slot files together. Other ranks of the node may make and remake theirs meanwhile."""
     total = 0
-    for path in paths.slots.iterdir():
+    try:
+        files = list(paths.slots.iterdir())
+    except FileNotFoundError:
+        return 0
+    for path in files:
         try:
             total += path.stat().st_size
         except FileNotFoundError:
@@ -191,6 +205,23 @@ def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[Memo
         return [MemoryPaths(p) for p in found if (p / "node.json").exists()]
     except FileNotFoundError:
         return []
+
+
+def ended_runs(base: Path = DEFAULT_MEMORY_BASE) -> list[tuple[Path, int]]:
+    """(directory, bytes) of each run whose agents on this machine are all gone and whose memory is kept."""
+    found = []
+    try:
+        runs = sorted(memory_root(base).iterdir())
+    except FileNotFoundError:
+        return []
+    for run in runs:
+        try:
+            nodes = [MemoryPaths(path) for path in run.iterdir() if (path / "node.json").exists()]
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if nodes and not any(agent_alive(node) for node in nodes):
+            found.append((run, sum(occupied_bytes(node) for node in nodes)))
+    return found
 
 
 def agent_alive(paths: MemoryPaths) -> bool:

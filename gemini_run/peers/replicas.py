@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gemini_run.errors import ReplicaCorrupt
-from gemini_run.memory.slots import Slot
+from gemini_run.memory.segment import scan_slots
+from gemini_run.memory.slots import Slot, SlotHeader
 from gemini_run.wire import MemoryPaths
 
 
@@ -16,14 +17,20 @@ class ReplicaSlots:
         self._slots: dict[int, Slot] = {}
         self._iterations: dict[int, int] = {}
 
+    def newest(self) -> SlotHeader | None:
+        """Of the complete ones, whichever round or process wrote it."""
+        held = [info.header for info in scan_slots(self._paths) if info.usable and info.header]
+        return max((h for h in held if h.owner == self.owner), key=lambda header: header.iteration, default=None)
+
     def writable(self, keep: int, capacity: int) -> tuple[int, Slot]:
         """A slot with room that does not hold iteration `keep`, locked and torn. Raises: MemoryFull."""
         index = 0
         while True:
             slot = self._slots.get(index) or self._open(index, capacity)
+            # Asked before its size: one that is too small may still be the one to keep.
             if self._iterations.get(index) != keep and not slot.header_hold() and slot.try_lock():
                 if slot.capacity < capacity:
-                    slot.unlock()
+                    slot.close()
                     slot = self._create(index, capacity)
                     slot.try_lock()
                 slot.begin()
@@ -40,20 +47,18 @@ class ReplicaSlots:
         self._slots[index].unlock()
 
     def _open(self, index: int, capacity: int) -> Slot:
-        path = self._paths.slot(self.owner, index)
-        if path.exists():
-            slot = Slot(path, writable=True)
-            if slot.capacity >= capacity:
-                self._slots[index] = slot
-                try:
-                    header = slot.header()
-                except ReplicaCorrupt:
-                    return slot  # whatever it was, it is about to be overwritten
-                if header.complete:
-                    self._iterations[index] = header.iteration
-                return slot
-            slot.close()
-        return self._create(index, capacity)
+        try:
+            slot = Slot(self._paths.slot(self.owner, index), writable=True)
+        except (FileNotFoundError, ReplicaCorrupt):  # none, or a file too short to be one
+            return self._create(index, capacity)
+        self._slots[index] = slot
+        try:
+            header = slot.header()
+        except ReplicaCorrupt:
+            return slot  # whatever it was, it is about to be overwritten
+        if header.complete:
+            self._iterations[index] = header.iteration
+        return slot
 
     def _create(self, index: int, capacity: int) -> Slot:
         path = self._paths.slot(self.owner, index)

@@ -5,6 +5,8 @@ wants; those. What the receiver's own slot holds alike, by name, length and chec
 that data parallelism replicates nothing is sent. The receiver checks what arrived and commits its copy, which is
 whole in either case: sequence number last. Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of
 transfers posted.
+
+The iteration that a round goes on from is exchanged as well, with whoever does not hold it yet (`Exchange.renew`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +32,8 @@ from gemini_run.wire import MemoryPaths
 CHUNK_BYTES = 8 * 2**20
 GAP_BYTES = 64 * 2**10  #: tensors nobody wants between two that are wanted go along if they are no larger
 WINDOW = 4  #: transfers posted at once, per direction and peer
-_HEADER_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _OBJECTS_TAG = range(1, 6)
-_FIRST_CHUNK_TAG = 6
+_HEADER_TAG, _HELD_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _OBJECTS_TAG = range(1, 7)
+_FIRST_CHUNK_TAG = 7
 
 Flags = npt.NDArray[np.uint8]  #: one a tensor, in manifest order
 Span = tuple[int, int]  #: start and end in a slot's payload, bytes
@@ -66,7 +68,7 @@ class Exchange:
         self._replicas = {source: ReplicaSlots(paths, owner) for source, owner in peers.receives.items()}
         self._header_out = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         # Both ends of a pair remember the manifest that went between them, so both know when it is not sent again.
-        self._sent: int | None = None  # its checksum
+        self._sent: dict[int, int] = {}  # target -> its checksum
         self._received: dict[int, tuple[int, bytes, Manifest]] = {}  # source -> checksum, text, parsed
         self._twins: dict[int, _Twins] = {}
 
@@ -82,34 +84,59 @@ class Exchange:
             ReplicaCorrupt: what arrived is not what was announced, or fails a checksum.
             MemoryFull: no room for a replica.
         """
+        try:
+            theirs = self._headers(slot, header, lambda round: round == self._round)
+            return self._replicate(slot, header, manifest, self._peers.sends, theirs, dict.fromkeys(theirs, keep))
+        except RuntimeError as error:
+            raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
+
+    def renew(self, slot: Slot, header: SlotHeader, manifest: Manifest) -> int:
+        """`run` for the iteration that this round went on from: complete on its own node, and maybe nowhere else.
+
+        A peer that holds it already is sent nothing. Of the others the newest replica is not touched: should a node
+        be lost meanwhile, that one is what all can still go back to.
+        """
+        try:
+            theirs = self._headers(slot, header, lambda round: round <= self._round)
+            newest = {source: self._replicas[source].newest() for source in theirs}
+            held = {source for source, page in theirs.items() if _same(newest[source], page)}
+            targets = self._lacking(held)
+            missing = {source: page for source, page in theirs.items() if source not in held}
+            keep = {source: kept.iteration if (kept := newest[source]) else -1 for source in missing}
+            return self._replicate(slot, header, manifest, targets, missing, keep)
+        except RuntimeError as error:
+            raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
+
+    def _replicate(
+        self, slot: Slot, header: SlotHeader, manifest: Manifest, targets: Sequence[int],
+        theirs: Mapping[int, SlotHeader], keep: Mapping[int, int],
+    ) -> int:  # fmt: skip
+        """Send to `targets`; receive from the sources of `theirs`, into slots without their iteration of `keep`."""
         own = np.array(slot.stored_checksums(header), np.uint64)
         incoming: list[Incoming] = []
         try:
-            try:
-                for source, theirs in self._headers(slot, header).items():
-                    index, target = self._replicas[source].writable(keep, theirs.end)
-                    incoming.append(Incoming(source, theirs, index, target))
-                self._fronts(slot, header, incoming)
-                for entry in incoming:
-                    self._choose(entry, manifest, own)
-                wanted = self._wanted(header, incoming)
-                self._bodies(slot, header, (manifest, wanted, incoming))
-            except RuntimeError as error:
-                raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
+            for source, page in theirs.items():
+                index, target = self._replicas[source].writable(keep[source], page.end)
+                incoming.append(Incoming(source, page, index, target))
+            self._fronts(slot, header, targets, incoming)
+            for entry in incoming:
+                self._choose(entry, manifest, own)
+            wanted = self._wanted(header, targets, incoming)
+            self._bodies(slot, header, (manifest, wanted, incoming))
             for entry in incoming:
                 _accept(entry)
         except BaseException:
             for entry in incoming:
                 self._replicas[entry.source].abandon(entry.index)
             raise
-        self._sent = header.manifest_checksum
+        self._sent.update(dict.fromkeys(targets, header.manifest_checksum))
         for entry in incoming:
             self._replicas[entry.source].done(entry.index, entry.header.iteration)
         return sum(_bytes_of(entry) for entry in incoming)
 
-    # --- the four steps -------------------------------------------------------------------------------
+    # --- the steps ------------------------------------------------------------------------------------
 
-    def _headers(self, slot: Slot, header: SlotHeader) -> dict[int, SlotHeader]:
+    def _headers(self, slot: Slot, header: SlotHeader, of_round: Callable[[int], bool]) -> dict[int, SlotHeader]:
         self._header_out.copy_(_bytes(slot, 0, HEADER_BYTES))
         pages = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in self._peers.receives}
         self._swap(
@@ -119,18 +146,28 @@ class Exchange:
         result = {}
         for source, page in pages.items():
             theirs = SlotHeader.unpack(bytes(page.numpy()))
-            expected = (self._round, header.iteration, self._peers.receives[source])
-            if (theirs.round, theirs.iteration, theirs.owner) != expected:
+            expected = (header.iteration, self._peers.receives[source])
+            if (theirs.iteration, theirs.owner) != expected or not of_round(theirs.round):
                 raise ReplicaCorrupt(
-                    f"a peer sent round {theirs.round}, iteration {theirs.iteration} of rank {theirs.owner}; "
-                    f"expected round {expected[0]}, iteration {expected[1]} of rank {expected[2]}"
+                    f"a peer sent round {theirs.round}, iteration {theirs.iteration} of rank {theirs.owner} in round "
+                    f"{self._round}; expected iteration {expected[0]} of rank {expected[1]}"
                 )
             if not theirs.sealed:
                 raise ReplicaCorrupt("a peer sent a slot without checksums")
             result[source] = dataclasses.replace(theirs, flags=0)
         return result
 
-    def _fronts(self, slot: Slot, header: SlotHeader, incoming: Sequence[Incoming]) -> None:
+    def _lacking(self, held: set[int]) -> list[int]:
+        """Tell each source whether its slot is `held` here; returns the targets that lack this rank's."""
+        mine = {source: torch.tensor([source in held], dtype=torch.uint8) for source in self._peers.receives}
+        answers = {target: torch.empty(1, dtype=torch.uint8) for target in self._peers.sends}
+        self._swap(
+            [(target, answer, _HELD_TAG) for target, answer in answers.items()],
+            [(source, flag, _HELD_TAG) for source, flag in mine.items()],
+        )
+        return [target for target, answer in answers.items() if not answer.item()]
+
+    def _fronts(self, slot: Slot, header: SlotHeader, targets: Sequence[int], incoming: Sequence[Incoming]) -> None:
         receives, sends = [], []
         for entry in incoming:
             theirs, known = entry.header, self._received.get(entry.source)
@@ -139,8 +176,8 @@ class Exchange:
                 receives.append((entry.source, text, _MANIFEST_TAG))
             table = _bytes(entry.slot, theirs.checksums_offset, 8 * theirs.num_items)
             receives.append((entry.source, table, _CHECKSUMS_TAG))
-        for target in self._peers.sends:
-            if self._sent != header.manifest_checksum:
+        for target in targets:
+            if self._sent.get(target) != header.manifest_checksum:
                 text = _bytes(slot, header.manifest_offset, header.manifest_length)
                 sends.append((target, text, _MANIFEST_TAG))
             sends.append((target, _bytes(slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
@@ -169,9 +206,9 @@ class Exchange:
         entry.wanted = np.ones(len(entry.manifest.items), np.uint8)
         entry.wanted[twins.theirs[alike]] = 0
 
-    def _wanted(self, header: SlotHeader, incoming: Sequence[Incoming]) -> dict[int, Flags]:
+    def _wanted(self, header: SlotHeader, targets: Sequence[int], incoming: Sequence[Incoming]) -> dict[int, Flags]:
         """Target -> which tensors of this rank's it wants."""
-        answers = {target: torch.empty(header.num_items, dtype=torch.uint8) for target in self._peers.sends}
+        answers = {target: torch.empty(header.num_items, dtype=torch.uint8) for target in targets}
         self._swap(
             [(target, answer, _WANTED_TAG) for target, answer in answers.items()],
             [(entry.source, torch.from_numpy(entry.wanted), _WANTED_TAG) for entry in incoming],
@@ -318,6 +355,13 @@ def _bytes(slot: Slot, start: int, length: int) -> torch.Tensor:
 
 def _address(slot: Slot) -> int:
     return int(torch.frombuffer(slot.view, dtype=torch.uint8, count=1).data_ptr())
+
+
+def _same(held: SlotHeader | None, theirs: SlotHeader) -> bool:
+    """Whether the replica `held` is that very slot: one writer, one iteration, the same bytes."""
+    if held is None or not held.sealed:
+        return False
+    return dataclasses.replace(held, flags=0, sequence=theirs.sequence) == theirs
 
 
 def _first_line(error: BaseException) -> str:

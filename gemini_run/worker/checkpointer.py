@@ -26,7 +26,7 @@ from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
 from gemini_run.worker.components import components_of
-from gemini_run.worker.restore import restore
+from gemini_run.worker.restore import Restored, restore
 
 _JOIN_TIMEOUT = timedelta(minutes=30)  # members reach their first boundary at their own pace
 _CLOSE_SECONDS = 60.0
@@ -153,6 +153,7 @@ class Checkpointer:
     # --- inside gemini-run ----------------------------------------------------------------------------
 
     def _begin(self, context: WorkerContext) -> None:
+        found: Restored | None = None
         if context.restore_iteration is not None:
             self._progress.update(phase="restoring")
             found = restore(self._components, self._paths, owner=self._rank, iteration=context.restore_iteration)
@@ -171,6 +172,8 @@ class Checkpointer:
             connect=self._connect, join_peers=self._join_peers,
             on_commit=self._progress.committed, on_problem=self._stopped,
         )  # fmt: skip
+        if found is not None:
+            self._committer.submit(Job(found.iteration, found.slot, found.manifest, restored=True))
         self._progress.update(
             phase="training", iteration=self._iteration, snapshot=self._iteration, committed=self._iteration
         )

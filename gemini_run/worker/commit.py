@@ -37,11 +37,17 @@ _POLL = timedelta(seconds=1)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A snapshot handed over by the training thread."""
+    """A snapshot handed over by the training thread.
+
+    Attributes:
+        restored: it is the one that this round went on from. Committing it first closes the gap that the failure
+            left: it may lack replicas, and the one before must not be overwritten until it has them.
+    """
 
     iteration: int
     slot: Slot
     manifest: Manifest
+    restored: bool = False
 
 
 class Schedule:
@@ -155,9 +161,13 @@ class Committer:
 
     def _commit(self, job: Job, store: dist.Store | None, exchange: Exchange | None) -> None:
         header = job.slot.header()
-        job.slot.seal(job.manifest, header)
-        if exchange is not None:
-            exchange.run(job.slot, job.slot.header(), job.manifest, keep=self.record.iteration)
+        if not header.sealed:
+            job.slot.seal(job.manifest, header)
+            header = job.slot.header()
+        if exchange is not None and job.restored:
+            exchange.renew(job.slot, header, job.manifest)
+        elif exchange is not None:
+            exchange.run(job.slot, header, job.manifest, keep=self.record.iteration)
         job.slot.unlock()
         if store is None:
             record = self._schedule.after(job.iteration, time.time())
@@ -182,8 +192,9 @@ class Committer:
         if self._rank == 0:
             # Everybody has read the record before last: they have counted themselves since.
             previous = self.record.iteration
-            for key in (key_commit_count(previous), key_commit_record(previous), key_commit(previous)):
-                store.delete_key(key)
+            if previous != iteration:  # as it is for the restored one, which others may be reading now
+                for key in (key_commit_count(previous), key_commit_record(previous), key_commit(previous)):
+                    store.delete_key(key)
         return CommitRecord.from_json(record)
 
     def _wait_for(self, key: str, iteration: int, store: dist.Store) -> None:

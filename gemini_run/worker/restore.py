@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.memory.segment import scan_slots
 from gemini_run.memory.slots import Slot
+from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
 from gemini_run.worker.codec import unpack_objects
 from gemini_run.worker.components import RESERVED_NAMES, Component
@@ -21,6 +22,7 @@ class Restored:
 
     iteration: int
     slot: Slot
+    manifest: Manifest
     index: int
     num_bytes: int
     seconds: float
@@ -53,7 +55,7 @@ def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, 
     reader = PayloadReader(manifest, slot.payload(header))
     for component in components:  # generators come last: loading the others may draw from them
         component.restore(static[component.name], dynamic[component.name], reader)
-    return Restored(iteration, slot, index, header.payload_length, time.perf_counter() - started)
+    return Restored(iteration, slot, manifest, index, header.payload_length, time.perf_counter() - started)
 
 
 def _given(names: Iterable[str]) -> list[str]:

@@ -22,7 +22,10 @@ PATIENCE = 120.0  #: seconds until a job that hangs fails its test
 def environment(home: Path, **more: str) -> dict[str, str]:
     """This process's environment without what launchers read, with a run home of the test's own."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PET_", "GEMINI_", "TORCHELASTIC_"))}
-    return {**clean, "GEMINI_RUN_HOME": str(home), "OMP_NUM_THREADS": "1", **more}
+    memory = home.with_name(f"{home.name}-memory")  # what failed jobs leave goes with the test's directory
+    memory.mkdir(exist_ok=True)
+    ours = {"GEMINI_RUN_HOME": str(home), "GEMINI_MEMORY_DIR": str(memory), "OMP_NUM_THREADS": "1"}
+    return {**clean, **ours, **more}
 
 
 def run_job(home: Path, *words: object, **env: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,8 @@
 
 Runs under torchrun as well. Each finished iteration is a line "rank iteration" in --lines; at the end each rank saves
 its whole state to --out. --die PLACE:ITERATION lets rank 1 kill itself once, in the first round:
-"copy" in the middle of copying its snapshot, "exchange" in the middle of sending it to the peer.
+"copy" in the middle of copying its snapshot, "exchange" in the middle of sending it to the peer. --hang ITERATION lets
+it stop for good in the middle of sending that one, in the second round.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--save-each", type=Path, help="folder for this rank's state after every iteration")
     parser.add_argument("--die", default="")
+    parser.add_argument("--hang", type=int)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -46,6 +48,8 @@ def main() -> None:
     if args.die and rank == 1 and os.environ.get("GEMINI_RESTART_GENERATION") == "0":
         place, _, iteration = args.die.partition(":")
         die_in(place, int(iteration))
+    if args.hang and rank == 1 and os.environ.get("GEMINI_RESTART_GENERATION") == "1":
+        hang_in(args.hang)
 
     layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.GELU()]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
@@ -57,7 +61,8 @@ def main() -> None:
         wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
+    log: dict[str, list[float]] = {"losses": []}
+    checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log)
     for step in checkpointer.steps(args.steps):
         noise = float(np.random.standard_normal()) + random.random()
         loss = wrapped(torch.randn(8, WIDTH) + noise).square().mean()
@@ -65,6 +70,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
+        log["losses"].append(loss.item())
         if args.save_each:
             save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -76,7 +82,7 @@ def main() -> None:
         time.sleep(args.pause)
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    more = {"loss": loss.detach(), "rng": torch.get_rng_state(), "draws": [random.random()]}
+    more = {"log": log, "rng": torch.get_rng_state(), "draws": [random.random(), float(np.random.standard_normal())]}
     save({**state, **more}, args.out / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -119,6 +125,19 @@ def die_in(place: str, iteration: int) -> None:
         bodies(self, slot, header, placed)
 
     Snapshotter.snapshot, Snapshotter._copy, Exchange._bodies = counted, half, cut  # type: ignore[method-assign]
+
+
+def hang_in(iteration: int) -> None:
+    from gemini_run.peers.transport import Exchange
+
+    bodies = Exchange._bodies
+
+    def stuck(self: Any, slot: Any, header: Any, moves: Any) -> None:
+        if header.iteration == iteration:
+            time.sleep(3600)
+        bodies(self, slot, header, moves)
+
+    Exchange._bodies = stuck  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ class Run:
         for rank in range(self.world):
             mine, theirs = (torch.load(folder / f"{rank}.pt", weights_only=True) for folder in (self.out, reference))
             assert count_tensors(mine) > 15
-            assert differences(mine, theirs) == [], self.cluster.tail()
+            found = differences(mine, theirs)
+            assert not found, f"rank {rank}: {len(found)} differ, such as {found[:6]}\n{self.cluster.tail()}"
 
     def said(self) -> str:
         """What the newest start of each node printed."""

@@ -8,7 +8,6 @@ import pytest
 from runs import PATIENCE, Reference, Run, ask
 
 from gemini_run.agent.etcd_member import Place, _is_free_here
-from gemini_run.testing.etcd import EtcdCluster
 from gemini_run.testing.nodes import free_port
 
 pytestmark = pytest.mark.cluster
@@ -41,20 +40,6 @@ def test_nodes_that_run_etcd_themselves_lose_any_of_them(run: Make, reference: R
     assert len(job.cluster.events("restored")) == 3
     assert len(job.cluster.events("fetch_done")) == 1
     assert job.repeated() <= 2
-
-
-def test_a_users_etcd_loses_a_member_and_the_job_a_node(run: Make, reference: Reference) -> None:
-    with EtcdCluster(3) as etcd:
-        job = run(2, 1)
-        job.start(options=["--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}"])
-        job.reach(12)
-        etcd.kill(0)
-        job.cluster.nodes[0].kill()
-        job.cluster.start_node(0)
-        job.until_event("restored", 2)
-        job.reach(20)
-        etcd.kill(1)  # no majority is left: nobody needs it as long as nothing fails
-        job.ends_like(reference())
 
 
 def pairs_of_ports(count: int) -> list[int]:

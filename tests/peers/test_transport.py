@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,13 @@ class Pair:
             finally:
                 slot.close()
 
-        return [future.result(60) for future in [self._pool.submit(one, rank) for rank in range(2)]]
+        return self.both(one)
+
+    def both(self, act: Callable[[int], int]) -> list[int]:
+        """`act` on either rank at once. Raises what it raised, once both are through."""
+        futures = [self._pool.submit(act, rank) for rank in range(2)]
+        wait(futures, 60)
+        return [future.result(0) for future in futures]
 
     def check(self, iteration: int, states: tuple[Mapping[str, bytes], Mapping[str, bytes]]) -> None:
         """Both nodes hold both shards, every checksum right, tensor by tensor as they were."""
@@ -175,3 +181,84 @@ def test_spans_go_over_small_gaps_only() -> None:
     assert spans(manifest, np.array([1, 0, 0, 1, 1], np.uint8)) == [(0, 100), (offsets[3], offsets[3] + 10)]
     assert spans(manifest, np.array([1, 0, 1, 0, 0], np.uint8)) == [(0, offsets[2] + 100_000)]
     assert spans(manifest, np.zeros(5, np.uint8)) == []
+
+
+def held(paths: MemoryPaths, owner: int) -> dict[int, int]:
+    """Iteration -> round of the complete slots of `owner`."""
+    found = [i.header for i in scan_slots(paths) if i.usable and i.header and i.header.owner == owner]
+    return {header.iteration: header.round for header in found}
+
+
+def renew(pair: Pair, iteration: int) -> list[int]:
+    """As at the start of a round, with what lies in memory. Returns bytes received by each."""
+
+    def one(rank: int) -> int:
+        [path] = [i.path for i in scan_slots(pair.paths[rank]) if i.usable and i.header
+                  and (i.header.owner, i.header.iteration) == (rank, iteration)]  # fmt: skip
+        slot = Slot(path, writable=True)
+        try:
+            header = slot.header()
+            return pair.exchanges[rank].renew(slot, header, slot.manifest(header))
+        finally:
+            slot.close()
+
+    return pair.both(one)
+
+
+def states_of(iteration: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    return {"w": noise(iteration, 5000)}, {"w": noise(1000 + iteration, 5000)}
+
+
+def write_own(pair: Pair, rank: int, iteration: int) -> None:
+    path = pair.paths[rank].slot(rank, iteration % 2)
+    write_slot(path, iteration=iteration, tensors=states_of(iteration)[rank], owner=rank, world_size=2)
+
+
+def test_what_a_round_goes_on_from_reaches_peers_that_lack_it(pair: Pair) -> None:
+    for iteration in (1, 2):
+        pair.exchange(iteration, states_of(iteration))
+    for rank in range(2):
+        write_own(pair, rank, 3)  # complete at home when a worker died: no replicas
+    assert min(renew(pair, 3)) >= 5000
+    pair.check(3, states_of(3))
+    # The newest replica that there was is what all could have gone back to until now.
+    assert [sorted(held(pair.paths[1 - owner], owner)) for owner in range(2)] == [[2, 3], [2, 3]]
+    pair.exchange(4, states_of(4))
+    pair.check(4, states_of(4))
+
+
+def test_a_peer_that_holds_it_is_sent_nothing(pair: Pair) -> None:
+    for iteration in (1, 2):
+        pair.exchange(iteration, states_of(iteration))
+    before = [{i.path: i.path.stat().st_mtime_ns for i in scan_slots(paths)} for paths in pair.paths]
+    assert renew(pair, 2) == [0, 0]
+    after = [{i.path: i.path.stat().st_mtime_ns for i in scan_slots(paths)} for paths in pair.paths]
+    assert after == before
+    # One alone lacks it, as a node that has just replaced another.
+    for info in scan_slots(pair.paths[1]):
+        if info.header and info.header.owner == 0:
+            slot = Slot(info.path, writable=True)
+            slot.refuse()
+            slot.close()
+    received = renew(pair, 2)
+    assert received[0] == 0 and received[1] >= 5000
+    for iteration in (3, 4):
+        pair.exchange(iteration, states_of(iteration))
+        pair.check(iteration, states_of(iteration))
+
+
+def test_another_slot_of_the_same_iteration_does_not_pass_for_it(pair: Pair) -> None:
+    pair.exchange(1, states_of(1))
+    pair.exchange(2, states_of(2))
+    for rank in range(2):  # the same iteration again, other bytes
+        path = pair.paths[rank].slot(rank, 0)
+        write_slot(path, iteration=2, tensors=states_of(7)[rank], owner=rank, world_size=2)
+    renew(pair, 2)
+    for rank in range(2):
+        for info in scan_slots(pair.paths[rank]):
+            assert info.header and info.usable
+    newest = max(
+        (i for i in scan_slots(pair.paths[1]) if i.header and i.header.owner == 0),
+        key=lambda i: i.path.stat().st_mtime_ns,
+    )
+    assert newest.header and newest.header.iteration == 2
