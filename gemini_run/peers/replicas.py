@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from gemini_run.errors import ReplicaCorrupt
 from gemini_run.memory.segment import scan_slots
 from gemini_run.memory.slots import Slot, SlotHeader
@@ -30,7 +32,8 @@ class ReplicaSlots:
             # Asked before its size: one that is too small may still be the one to keep.
             if self._iterations.get(index) != keep and not slot.header_hold() and slot.try_lock():
                 if slot.capacity < capacity:
-                    slot.close()
+                    with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
+                        slot.close()
                     slot = self._create(index, capacity)
                     slot.try_lock()
                 slot.begin()

@@ -6,6 +6,7 @@ the state meanwhile. Checksums come afterwards, on the commit thread, from bytes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import time
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gemini_run.errors import MemoryFull
+from gemini_run.errors import MemoryFull, ReplicaCorrupt
 from gemini_run.memory.segment import occupied_bytes
 from gemini_run.memory.slots import Slot, build_header, free_bytes, layout
 from gemini_run.plan.manifest import Manifest, aligned
@@ -143,9 +144,14 @@ class Snapshotter:
                 needed_bytes=needed,
                 free_bytes=there,
             )
+        restored = bool(self._slots)
         for index in (0, 1):
-            if index not in self._slots:
-                self._room(index, capacity)
+            if index in self._slots:
+                continue
+            slot = self._open(index, capacity)
+            # Beside the restored slot lies the iteration before, which stays until that one has replicas.
+            if not restored and not capacity <= slot.capacity <= 2 * capacity:
+                self._remake(index, capacity)
 
     def snapshot(self, iteration: int, *, keep: int, hold: bool) -> Slot:
         """Copy the state, commit the slot (unsealed) and return it, locked against other writers.
@@ -220,31 +226,32 @@ class Snapshotter:
         while True:
             slot = self._slots.get(index)
             if slot is None:
-                slot = self._room(index, needed + OBJECTS_RESERVE)
+                slot = self._open(index, needed + OBJECTS_RESERVE)
             free = self._iterations.get(index) != keep and not slot.header_hold()
             if free and slot.try_lock():
                 if slot.capacity >= needed:
                     return index, slot
-                slot.unlock()
-                self._slots.pop(index)
-                slot = self._room(index, needed + OBJECTS_RESERVE)
+                slot = self._remake(index, needed + OBJECTS_RESERVE)
                 slot.try_lock()
                 return index, slot
             index += 1
 
-    def _room(self, index: int, capacity: int) -> Slot:
-        path = self._paths.slot(self._owner, index)
-        slot: Slot | None = None
-        if path.exists():
-            old = Slot(path, writable=True)
-            # A slot of another size is remade; one that fits is taken over, its pages already there.
-            if capacity <= old.capacity <= 2 * capacity:
-                slot = old
-            else:
+    def _open(self, index: int, capacity: int) -> Slot:
+        """Take over the file that is there, of whatever size, its pages already made; else make one."""
+        try:
+            return self._take(index, Slot(self._paths.slot(self._owner, index), writable=True))
+        except (FileNotFoundError, ReplicaCorrupt):  # none, or a file too short to be one
+            return self._remake(index, capacity)
+
+    def _remake(self, index: int, capacity: int) -> Slot:
+        if (old := self._slots.pop(index, None)) is not None:
+            with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
                 old.close()
-        if slot is None:
-            path.unlink(missing_ok=True)
-            slot = Slot.create(path, capacity)
+        path = self._paths.slot(self._owner, index)
+        path.unlink(missing_ok=True)  # first, so that old and new never need room at the same time
+        return self._take(index, Slot.create(path, capacity))
+
+    def _take(self, index: int, slot: Slot) -> Slot:
         self._slots[index] = slot
         self._addresses[index] = address_of(slot.view)
         return slot

@@ -378,3 +378,34 @@ def test_structure_may_grow(as_worker: Any) -> None:
     grow(objects)
     gemini_run.Checkpointer(**objects).restore()
     assert snapshot_of(objects) == want
+
+
+def test_the_iteration_before_the_restored_one_outlives_the_restore(as_worker: Any, memory: MemoryPaths) -> None:
+    """It may be the newest one with replicas: nothing but the next snapshot takes its place."""
+    trained(as_worker)
+    before = {i.header.iteration: i.path for i in scan_slots(memory) if i.usable and i.header}
+    assert sorted(before) == [1, 2]
+    as_worker(round=1, restore_iteration=2, restore_source="local")
+    objects, loss = fresh(conv, 2)
+    ckpt = gemini_run.Checkpointer(**objects)
+    ckpt.restore()
+    assert {i.header.iteration: i.path for i in scan_slots(memory) if i.usable and i.header} == before
+    train(objects, loss)
+    ckpt.step()
+    ckpt.close()
+    assert sorted(i.header.iteration for i in scan_slots(memory) if i.usable and i.header) == [2, 3]
+
+
+@pytest.mark.parametrize("length", [0, 100])
+def test_a_file_too_short_to_be_a_slot_is_replaced(as_worker: Any, memory: MemoryPaths, length: int) -> None:
+    trained(as_worker)
+    [other] = [i.path for i in scan_slots(memory) if i.header and i.header.iteration == 1]
+    other.write_bytes(b"x" * length)
+    as_worker(round=1, restore_iteration=2, restore_source="local")
+    objects, loss = fresh(conv, 2)
+    ckpt = gemini_run.Checkpointer(**objects)
+    assert ckpt.restore() == 2
+    train(objects, loss)
+    ckpt.step()
+    ckpt.close()
+    assert {i.header.iteration: i.path for i in scan_slots(memory) if i.usable and i.header}[3] == other
