@@ -78,6 +78,7 @@ class Episode:
         self.world = args.nodes * args.workers
         self.out = cluster.scratch / "out"
         self.mortal = cluster.nodes if args.backend == "gemini" else cluster.nodes[1:]
+        self.weakened: tuple[float, int] | None = None  # when, and how far all were, as a node was last away
         self.may_fall_back = False
         self.exposed_at: int | None = None  # a node was lost: no copy to spare until all have gone on from here
         self.began = time.monotonic()
@@ -102,6 +103,7 @@ class Episode:
                     lambda at=failed_at, done=done: self.training_since(at, done) or self.ending(),  # type: ignore[misc]
                     "training to go on",
                 )
+                self.time_since(failed_at)
                 time.sleep(1.5 * self.rng.random())
         self.check()
 
@@ -113,6 +115,8 @@ class Episode:
         happened = getattr(self, kind)()
         if happened:
             self.tally.faults[kind] += 1
+            if kind in ("agent", "stop", "node", "freeze"):
+                self.weakened = (time.time(), self.furthest())  # from when it is back
         return bool(happened)
 
     def worker(self) -> bool:
@@ -137,8 +141,8 @@ class Episode:
         return self.end_agent(signal.SIGTERM, "SIGTERM to the agent")
 
     def end_agent(self, number: signal.Signals, what: str) -> bool:
-        node = self.rng.choice(self.mortal)
-        if not node.running:
+        node = self.some_node()
+        if node is None:
             return False
         self.note(f"{what} of node {node.index}, which is started again")
         kill(node.pid, number)
@@ -148,8 +152,8 @@ class Episode:
         return True
 
     def node(self) -> bool:
-        node = self.rng.choice(self.mortal)
-        if not node.running:
+        node = self.some_node()
+        if node is None:
             return False
         if self.exposed_at is not None and self.copies_complete() <= self.exposed_at:
             self.may_fall_back = True  # what was lost before is not yet made good: nobody promised this
@@ -160,8 +164,8 @@ class Episode:
         return True
 
     def freeze(self) -> bool:
-        node = self.rng.choice(self.mortal)
-        if not node.running:
+        node = self.some_node()
+        if node is None:
             return False
         seconds = self.rng.uniform(*FROZEN_SECONDS)
         self.note(f"node {node.index} is frozen for {seconds:.1f} s")
@@ -169,6 +173,15 @@ class Episode:
         time.sleep(seconds)
         node.thaw()
         return True
+
+    def some_node(self) -> Node | None:
+        """One that may go away now: of those that run etcd, a majority must be there at any moment."""
+        if self.args.backend == "gemini" and self.weakened is not None and not self.training_since(*self.weakened):
+            return None
+        node = self.rng.choice(self.mortal)
+        if not node.running:
+            return None
+        return node
 
     def start_again(self, node: Node) -> None:
         time.sleep(self.rng.choice([0.0, self.rng.random()]))
@@ -192,9 +205,13 @@ class Episode:
         new round, got past what was in flight then."""
         beacons = [b for node in self.cluster.nodes for b in node.beacons().values()]
         if len(beacons) == self.world and all(b.first_step_at > moment for b in beacons):
-            self.tally.seconds.append(max(b.first_step_at for b in beacons) - moment)
             return True
         return self.iteration() > done + 1
+
+    def time_since(self, moment: float) -> None:
+        first = [b.first_step_at for node in self.cluster.nodes for b in node.beacons().values()]
+        if min(first, default=0.0) > moment:
+            self.tally.seconds.append(max(first) - moment)
 
     def ending(self) -> bool:
         """Whether the last iterations are due: a node started again now might find nobody."""
