@@ -33,7 +33,7 @@ check: $(READY)
 
 # Two at a time: much of a real job's time is waiting.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

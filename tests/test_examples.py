@@ -108,7 +108,6 @@ def digits_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pat
     return torchrun("digits.py", f"--epochs={DIGITS_EPOCHS}", f"--save={save}"), save
 
 
-@pytest.mark.xdist_group("digits")
 @pytest.mark.cluster
 def test_digits_are_recognised(digits_reference: tuple[str, Path]) -> None:
     accuracies = [float(found) for found in re.findall(r"accuracy (\S+)", digits_reference[0])]
@@ -116,7 +115,6 @@ def test_digits_are_recognised(digits_reference: tuple[str, Path]) -> None:
     assert accuracies[-1] > 0.94
 
 
-@pytest.mark.xdist_group("digits")
 @pytest.mark.cluster
 def test_digits_survive_a_worker_in_mid_epoch(digits_reference: tuple[str, Path]) -> None:
     with LocalCluster(nodes=1, workers_per_node=2) as cluster:

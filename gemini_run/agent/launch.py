@@ -151,8 +151,8 @@ def _run_node(
         raise ConfigError(f"--memory-dir {settings.memory_dir}: {error.strerror}") from error
     ending = _Ending()
     with contextlib.ExitStack() as stack:
-        # What a run that did not succeed left is kept, if it left anything.
-        stack.callback(lambda: memory.release(remove=ending.succeeded or not any(i.usable for i in memory.scan())))
+        # What a run that did not succeed left is kept, if it left anything; also what this release cannot read.
+        stack.callback(lambda: memory.release(remove=ending.succeeded or all(info.torn for info in memory.scan())))
         # One node alone has no peers: nobody outside this host is to see its port.
         server = AgentServer(memory, config.run_id, host="127.0.0.1" if config.max_nodes == 1 else "")
         stack.callback(server.stop)

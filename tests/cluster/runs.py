@@ -17,7 +17,7 @@ from gemini_run.testing.nodes import LocalCluster, NodeKind, require_root_namesp
 
 JOB = Path(__file__).with_name("job.py")
 STEPS = 60
-PAUSE = 0.03  #: seconds of an iteration: failures are to land in the middle of the run
+PAUSE = 0.05  #: seconds of an iteration: failures are to land in the middle of the run
 PATIENCE = 90.0
 Reference = Callable[..., Path]
 

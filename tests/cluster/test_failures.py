@@ -83,6 +83,7 @@ def test_all_copies_are_lost_then_every_machine(run: Make, reference: Reference,
         for node in job.cluster.nodes:
             node._environment.update(server.environment)
         job.start(
+            "--pause=0.15",  # storage may take its time
             options=[
                 "--replicas=1", "--durable-interval=10it", f"--durable=s3://{server.bucket}/run",
                 "--rdzv-backend=etcd-v3", f"--rdzv-endpoint={etcd.endpoint}",

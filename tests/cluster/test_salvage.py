@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from gemini_run.testing.compare import count_tensors, differences
 from gemini_run.testing.nodes import LocalCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("salvage")]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
