@@ -306,7 +306,7 @@ class Persister:
 
     def _release(self, iteration: int, durable: int | None, present: RoundInfo) -> None:
         payload = {"iteration": iteration, "durable": durable}
-        for peer in present.nodes:
+        for peer in reversed(present.nodes):  # this one last: as long as its slots are held, no other ones will be
             try:
                 self._ask(peer, RPC_RELEASE, payload)
             except GeminiError:

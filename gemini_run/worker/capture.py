@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from gemini_run.errors import MemoryFull, ReplicaCorrupt
-from gemini_run.memory.segment import occupied_bytes
+from gemini_run.memory.segment import occupied_bytes, scan_slots
 from gemini_run.memory.slots import Slot, build_header, free_bytes, layout
 from gemini_run.plan.manifest import Manifest, aligned
 from gemini_run.wire import MemoryPaths
@@ -93,15 +93,21 @@ class Snapshotter:
 
     def __init__(
         self, components: Sequence[Component], paths: MemoryPaths, *, owner: int, world_size: int,
-        local_world_size: int, round: int, replicas: int,
+        local_world_size: int, round: int, replicas: int, durable: bool,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            local_world_size: ranks of this node.
+            replicas: copies of each shard, the own one included.
+            durable: there is a durable tier, which holds one more slot while it reads it.
+        """
         self._components = components
         self._paths = paths
         self._owner = owner
         self._world_size = world_size
         self._local_world = local_world_size
         self._round = round
-        self._replicas = replicas
+        self._node_slots = (2 * replicas + durable) * local_world_size  # this node's share, at its fullest
         self._plan: Plan | None = None
         self._slots: dict[int, Slot] = {}
         self._addresses: dict[int, int] = {}
@@ -126,7 +132,7 @@ class Snapshotter:
         expected = max(plan.manifest.payload_length, expected + aligned(len(plan.manifest.items) * 64))
         manifest_length = 2 * len(plan.manifest_text) + STRUCTURE_RESERVE * len(plan.manifest.items)
         capacity = self._capacity(manifest_length, 4 * len(plan.manifest.items), expected)
-        needed = 2 * self._replicas * self._local_world * capacity
+        needed = self._node_slots * capacity
         for last in (False, False, True):
             # Other ranks make their slots at this moment: a file may be missed between two looks.
             there = free_bytes(self._paths.slots) + occupied_bytes(self._paths)
@@ -137,10 +143,9 @@ class Snapshotter:
                 continue
             raise MemoryFull(
                 f"host memory is too small for the checkpoints of this node: {needed / 2**20:.0f} MiB needed "
-                f"(2 slots x {self._replicas} replicas x {self._local_world} workers x "
-                f"{capacity / 2**20:.1f} MiB), {there / 2**20:.0f} MiB free in {self._paths.slots}: "
-                "enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes emptyDir with "
-                "medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
+                f"({self._node_slots} slots of {capacity / 2**20:.1f} MiB), {there / 2**20:.0f} MiB free in "
+                f"{self._paths.slots}: enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes "
+                "emptyDir with medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
                 needed_bytes=needed,
                 free_bytes=there,
             )
@@ -190,6 +195,13 @@ class Snapshotter:
         if self._plan is None:
             raise RuntimeError("no snapshot was taken yet")
         return self._plan.manifest
+
+    def holding(self) -> bool:
+        """Whether a slot of this rank is still held for the durable tier, also one that an earlier round wrote."""
+        return any(
+            info.usable and info.header and info.header.owner == self._owner and info.header.hold
+            for info in scan_slots(self._paths)
+        )
 
     def _current_plan(self) -> tuple[Plan, dict[str, Json]]:
         if self._plan is not None:

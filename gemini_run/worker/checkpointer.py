@@ -74,8 +74,10 @@ class Checkpointer:
             self._components, self._paths, owner=self._rank, world_size=self._world_size,
             local_world_size=self._local_world_size, round=self._context.round,
             replicas=self._context.replicas,
+            durable=(self._context.durable_iterations, self._context.durable_seconds) != (None, None),
         )  # fmt: skip
         self._notice: threading.Timer | None = None
+        self._said_late = False
         self._committer: Committer | None = None
 
     @property
@@ -168,7 +170,7 @@ class Checkpointer:
         # Threads start here and not before: restoring may be the script's first use of torch.
         self._committer = Committer(
             rank=self._rank, world_size=self._world_size,
-            schedule=Schedule(context, self._start, time.time()),
+            schedule=Schedule(context, self._start, time.time(), self._durable_busy),
             connect=self._connect, join_peers=self._join_peers,
             on_commit=self._progress.committed, on_problem=self._stopped,
         )  # fmt: skip
@@ -202,6 +204,18 @@ class Checkpointer:
             phase="training", snapshot=self._iteration, stall=time.perf_counter() - started,
             state_bytes=self._snapshotter.state_bytes,
         )  # fmt: skip
+
+    def _durable_busy(self) -> bool:
+        """Asked on the commit thread of rank 0 when a checkpoint is due in the durable tier."""
+        busy = self._snapshotter.holding()
+        if busy and not self._said_late:
+            self._said_late = True
+            say(
+                f"durable tier: iteration {self._iteration} would be due, and the one before is still being stored; "
+                "the next goes when that is done (a longer --durable-interval, or a faster tier, keeps up)"
+            )
+            self._progress.event("persist_late", iteration=self._iteration)
+        return busy
 
     def _connect(self) -> dist.Store:
         context = self._context

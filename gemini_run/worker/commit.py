@@ -51,21 +51,33 @@ class Job:
 
 
 class Schedule:
-    """Rank 0's decisions: which iteration is snapshot next, and whether the durable tier wants it."""
+    """Rank 0's decisions: which iteration is snapshot next, and whether the durable tier wants it.
 
-    def __init__(self, context: WorkerContext, start: int, now: float) -> None:
+    Args:
+        busy: whether a slot is still held for the durable tier. As long as it is, what is due there waits: every
+            further one would take room of its own, without end where uploads are slower than their interval.
+    """
+
+    def __init__(
+        self, context: WorkerContext, start: int, now: float, busy: Callable[[], bool] = lambda: False
+    ) -> None:
         self._interval = context.snapshot_interval
         self._iterations = context.durable_iterations
         self._seconds = context.durable_seconds
         self._last_durable_at = now
+        self._due = False
+        self._busy = busy
         self.first = CommitRecord(start, start + self._interval, self._due_by_count(start))
 
     def after(self, iteration: int, now: float) -> CommitRecord:
         """The record to publish with `iteration`."""
-        durable = self._due_by_count(iteration)
-        if self._seconds is not None and now - self._last_durable_at >= self._seconds:
-            durable = True
-            self._last_durable_at = now
+        if self._due_by_count(iteration) or (
+            self._seconds is not None and now - self._last_durable_at >= self._seconds
+        ):
+            self._due = True
+        durable = self._due and not self._busy()
+        if durable:
+            self._due, self._last_durable_at = False, now
         return CommitRecord(iteration, iteration + self._interval, durable)
 
     def _due_by_count(self, iteration: int) -> bool:

@@ -111,6 +111,21 @@ def test_durable_by_count(tmp_path: Path, interval: int, every: int, held: list[
     assert found == held
 
 
+def test_what_is_due_waits_while_the_durable_tier_is_busy(tmp_path: Path) -> None:
+    busy = True
+    by_count = Schedule(context(tmp_path, 0, 1, durable_iterations=3), 0, 0.0, lambda: busy)
+    assert [by_count.after(k, 0.0).next_durable for k in range(1, 9)] == [False] * 8
+    busy = False
+    assert [by_count.after(k, 0.0).next_durable for k in (9, 10, 11, 12)] == [True, False, True, False]
+    busy = True
+    by_time = Schedule(context(tmp_path, 0, 1, durable_seconds=10.0), 0, 100.0, lambda: busy)
+    assert not by_time.after(1, 115.0).next_durable
+    busy = False
+    assert [by_time.after(k, now).next_durable for k, now in ((2, 116.0), (3, 125.0), (4, 126.0))] == [
+        True, False, True,
+    ]  # fmt: skip
+
+
 def test_durable_by_time(tmp_path: Path) -> None:
     schedule = Schedule(context(tmp_path, 0, 1, durable_seconds=10.0), 7, now=100.0)
     assert schedule.first == CommitRecord(7, 8, False)
