@@ -87,7 +87,8 @@ class WorkerFailure:
         return f"exited with code {self.exitcode}"
 
     def __str__(self) -> str:
-        where = "" if self.iteration is None else f" at iteration {self.iteration}"
+        known = self.iteration is not None and self.exitcode != EXIT_REPLAN  # that one did not come to any
+        where = f" at iteration {self.iteration}" if known else ""
         verb = f"was {self.cause}" if self.signal_name else self.cause
         return f"worker rank {self.rank} (pid {self.pid}) {verb}{where}"
 

@@ -52,10 +52,18 @@ class Gather(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the round continues from, on this node. See `RoundInfo` for the words."""
+    """What the round continues from, on this node. See `RoundInfo` for the words.
+
+    Attributes:
+        lost_iterations: finished in the round before, or what that one went on from, and to be done again: adds up
+            over the rounds.
+        behind: how far back from the furthest iteration that was trained last. More than `lost_iterations` where the
+            round before went back and then trained nothing.
+    """
 
     plan: RecoveryPlan
     lost_iterations: int
+    behind: int
     restore_source: str
 
 
@@ -137,10 +145,17 @@ class Recovery:
         return {
             "slots": [dataclasses.astuple(fact) for fact in self._inventory()],
             "history": history,
-            "finished": max((b.iteration for b in read_beacons(self._memory.paths).values()), default=0),
+            "finished": self._finished(float(notes.get("at", 0))),
+            "start": int(notes.get("start", 0)),
+            "furthest": int(notes.get("furthest", 0)),
             "knows": bool(notes),
             "unknown": [f"{info.path}: {info.problem}" for info in self._memory.scan() if info.unknown_version],
         }
+
+    def _finished(self, since: float) -> int:
+        """Iterations that this node's workers have finished, 0 where none said anything since the last round began."""
+        beacons = read_beacons(self._memory.paths).values()
+        return max((beacon.iteration for beacon in beacons if beacon.changed_at >= since), default=0)
 
     def _inventory(self) -> list[SlotFact]:
         facts = []
@@ -386,11 +401,20 @@ class Recovery:
             return header.iteration > start or not on_course(header.round, header.iteration, history)
 
         self._refuse(superseded)
-        self._memory.save_notes(
-            {**self._memory.notes(), "node_rank": self._me, "round": self._number, "history": history}
+        finished, before, furthest = (
+            max((int(said[what]) for said in facts), default=0) for what in ("finished", "start", "furthest")
         )
-        finished = max((int(said["finished"]) for said in facts), default=0)
-        outcome = Outcome(plan, max(0, finished - start), self._source(plan))
+        if finished > before:
+            furthest = finished
+        else:  # the round before trained nothing, its workers may not even have restored
+            finished, furthest = before, max(before, furthest)
+        self._memory.save_notes(
+            {
+                **self._memory.notes(), "node_rank": self._me, "round": self._number, "history": history,
+                "start": start, "furthest": furthest, "at": time.time(),
+            }
+        )  # fmt: skip
+        outcome = Outcome(plan, max(0, finished - start), max(0, furthest - start), self._source(plan))
         self._report(outcome, seen=any(said["slots"] for said in facts) or finished > 0)
         return outcome
 
@@ -409,7 +433,7 @@ class Recovery:
                 where = f"{len(pulled)} shard(s) pulled from the memory of {', '.join(peers)}"
             say(
                 f"round {self._number}: going on from iteration {plan.iteration}, {where}; "
-                f"{outcome.lost_iterations} iteration(s) repeated"
+                f"{outcome.behind} iteration(s) repeated"
             )
             return
         if plan.source == "none" and not seen:
@@ -426,13 +450,10 @@ class Recovery:
         if plan.source == "durable":
             say(
                 f"{what or 'nothing newer in memory: '}every rank goes back to durable iteration {plan.iteration} "
-                f"({outcome.lost_iterations} iterations lost)"
+                f"({outcome.behind} iterations lost)"
             )
         else:
-            say(
-                f"{what}starting from scratch: no checkpoint found ({plan.reason}; {outcome.lost_iterations} "
-                "iterations lost)"
-            )
+            say(f"{what}starting from scratch: no checkpoint found ({plan.reason}; {outcome.behind} iterations lost)")
         self._runtime.event(
             "fell_back",
             round=self._number,
@@ -440,5 +461,5 @@ class Recovery:
             to=plan.iteration,
             source=plan.source,
             lost=plan.lost,
-            lost_iterations=outcome.lost_iterations,
+            lost_iterations=outcome.behind,
         )

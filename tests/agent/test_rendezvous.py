@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import os
 import select
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ from gemini_run.config import Settings
 from gemini_run.errors import ConfigError, Unrecoverable
 from gemini_run.journal import read_events
 from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
+from gemini_run.memory.slots import Slot
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import RunPaths
 
@@ -74,7 +76,7 @@ class Node:
 
     def finished(self, iteration: int) -> None:
         beacon = Beacon(self.memory.paths.beacon(0), writable=True)
-        beacon.write(BeaconState(1, "training", iteration, iteration, iteration, 0.0, 0.0, 1, 0.0))
+        beacon.write(BeaconState(1, "training", iteration, iteration, iteration, time.time(), 0.0, 1, 0.0))
         beacon.close()
 
     def dies(self) -> None:
@@ -315,6 +317,38 @@ def test_all_copies_of_a_rank_lost_without_a_durable_tier(
     event = run.events("fell_back")[0]
     assert (event["from"], event["to"], event["lost"]) == (47, None, [0])
     assert not [info for info in survivor.memory.scan() if info.usable]  # nothing that contradicts the fresh start
+
+
+def test_rounds_that_train_nothing_say_what_is_lost_in_all(
+    job: Callable[[int], Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = job(1)
+    node = run.node()
+    run.form(node)
+    for iteration in (40, 41):
+        node.slot(0, iteration, 1)
+    node.finished(42)
+    [first] = run.form(node)
+    assert (first.plan.iteration, first.lost_iterations) == (41, 1)
+    # Its worker refuses that slot, and says nothing of iterations: it did not come to any.
+    node.finished(0)
+    Slot(node.memory.paths.slot(0, 1), writable=True).refuse()
+    [second] = run.form(node)
+    assert (second.plan.iteration, second.lost_iterations) == (40, 1), "it adds up: 2 in all"
+    # Killed before it said anything: the beacon is still that of the round before.
+    [again] = run.form(node)
+    assert (again.plan.iteration, again.lost_iterations) == (40, 0)
+    Slot(node.memory.paths.slot(0, 0), writable=True).refuse()
+    [third] = run.form(node)
+    assert (third.plan.source, third.lost_iterations) == ("none", 40)
+    assert run.events("fell_back")[0]["lost_iterations"] == 42
+    said = [line for line in capfd.readouterr().err.splitlines() if "round" in line or "scratch" in line]
+    words = ("1 iteration(s)", "2 iteration(s)", "42 iterations lost")
+    assert [word for line in said for word in words if word in line] == [words[0], words[1], words[1], words[2]]
+    # Trained again since: what was lost before is made good, or lost with what comes now.
+    node.finished(5)
+    [fourth] = run.form(node)
+    assert fourth.lost_iterations == 5
 
 
 def test_require_checkpoint_ends_the_job_on_all_nodes(job: Callable[[int], Job]) -> None:
