@@ -57,7 +57,8 @@ def test_every_copy_of_the_newest_iteration_is_damaged_then_every_copy_of_all(
     run: Make, reference: Reference, tmp_path: Path
 ) -> None:
     job = run(2, 1)
-    job.start(options=[f"--durable={tmp_path / 'durable'}", "--durable-interval=10it"])
+    # Slow: an upload may take its time, and the job is not to be over before it is stopped.
+    job.start("--pause=0.25", options=[f"--durable={tmp_path / 'durable'}", "--durable-interval=10it"])
     job.until_event("persisted", 1)
     job.reach(17)
     while len(whole := complete_on_all(slots := stop(job))) < 2:  # killed as one of them was being overwritten
