@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -21,6 +22,7 @@ from gemini_run.memory.slots import HEADER_BYTES, SlotHeader
 from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, memory_root, run_memory
 
 NODE_FORMAT_VERSION = 1
+SLOTS_PER_REPLICA = 2  #: the newest complete one, and the one that is being written
 _CLAIM_ATTEMPTS = 100
 
 
@@ -127,16 +129,23 @@ class NodeMemory:
         return None
 
     def free_slot_path(self, owner: int, keep: int) -> Path:
-        """A slot path of `owner` to write into: not one that holds iteration `keep` or is held."""
-        taken = {
-            info.path
-            for info in self.scan()
-            if info.header and info.usable and (info.header.iteration == keep or info.header.hold)
-        }
-        index = 0
-        while self.paths.slot(owner, index) in taken:
-            index += 1
-        return self.paths.slot(owner, index)
+        """A slot path of `owner` to write into: not one that holds iteration `keep` or is held.
+
+        Rather one with nothing usable in it, or a second one, than one of an older iteration: should this write not
+        come to its end, that may be the newest which is left.
+        """
+        usable = {info.path: info.header for info in self.scan() if info.usable and info.header}
+        older: list[tuple[int, Path]] = []
+        for index in itertools.count():
+            path = self.paths.slot(owner, index)
+            header = usable.get(path)
+            if header is None:
+                if path.exists() or index < SLOTS_PER_REPLICA or not older:
+                    return path
+                break
+            if header.iteration != keep and not header.hold:
+                older.append((header.iteration, path))
+        return min(older)[1]
 
     def release(self, *, remove: bool) -> None:
         """Give the directory up; `remove` also deletes it (a finished run). Idempotent."""

@@ -188,7 +188,21 @@ def test_free_slot_path_spares_what_must_stay(tmp_path: Path) -> None:
     write_slot(paths.slot(1, 0), iteration=10, tensors={"a": b"x"})
     assert memory.free_slot_path(0, keep=10) == paths.slot(0, 2)
     assert memory.free_slot_path(0, keep=9) == paths.slot(0, 0)
-    assert memory.free_slot_path(1, keep=9) == paths.slot(1, 0)
+    assert memory.free_slot_path(1, keep=9) == paths.slot(1, 1), "there is room for two"
+
+
+def test_free_slot_path_takes_a_useless_slot_before_the_last_good_one(tmp_path: Path) -> None:
+    memory = NodeMemory.claim("run", tmp_path)
+    paths = memory.paths
+    write_slot(paths.slot(0, 0), iteration=9, tensors={"a": b"x"})
+    write_slot(paths.slot(0, 1), iteration=10, tensors={"a": b"x"})
+    assert memory.free_slot_path(0, keep=11) == paths.slot(0, 0), "the older of two"
+    refused = Slot(paths.slot(0, 1), writable=True)
+    refused.refuse()
+    refused.close()
+    assert memory.free_slot_path(0, keep=10) == paths.slot(0, 1)
+    paths.slot(0, 1).write_bytes(b"no slot")
+    assert memory.free_slot_path(0, keep=10) == paths.slot(0, 1)
 
 
 STATE = BeaconState(

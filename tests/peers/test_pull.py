@@ -84,6 +84,7 @@ def test_an_unsealed_slot_arrives_sealed(here: NodeMemory, there: NodeMemory, so
 def test_an_old_slot_is_used_again_and_other_owners_are_left_alone(here: NodeMemory, source: Source) -> None:
     old = here.paths.slot(OWNER, 0)
     write_slot(old, iteration=1, owner=OWNER, world_size=8, tensors={"a": b"x" * 200_000})
+    write_slot(here.paths.slot(OWNER, 1), iteration=2, owner=OWNER, world_size=8, tensors={"a": b"x" * 200_000})
     other = here.paths.slot(0, 0)
     write_slot(other, iteration=ITERATION, tensors={"a": b"y"})
     before = (old.stat().st_ino, other.read_bytes())
@@ -231,8 +232,11 @@ def test_a_pull_that_dies_midway_leaves_a_torn_slot(here: NodeMemory, faulty: Ca
         seen.append([info.problem for info in here.scan()])
         return right
 
-    write_slot(here.paths.slot(OWNER, 0), iteration=1, owner=OWNER, world_size=8, tensors={"a": b"x" * 200_000})
+    for index in range(2):
+        path = here.paths.slot(OWNER, index)
+        write_slot(path, iteration=1 + index, owner=OWNER, world_size=8, tensors={"a": b"x" * 200_000})
     pull_slot(here, OWNER, ITERATION, faulty(look).source, range_bytes=20_000)
     during = seen[1:]  # the first request reads the header, before anything is touched
-    assert seen[0] == [None]
-    assert len(during) > 2 and all(problems and problems[0] is not None for problems in during)
+    assert seen[0] == [None, None]
+    assert len(during) > 2
+    assert all(problems[0] is not None and problems[1] is None for problems in during), "the newer one stays"
