@@ -183,6 +183,7 @@ class WorkerContext:
     snapshot_interval: int  #: iterations between snapshots, 1 = every iteration
     durable_iterations: int | None  #: hold every n-th iteration for the durable tier
     durable_seconds: float | None  #: or one each so many seconds
+    durable_at: float = 0.0  #: unix seconds from which they count, 0 = from the worker's start
     restore_iteration: int | None  #: the slot to restore from, None = fresh start
     restore_source: str  #: "local" | "peer" | "durable" | "none": what made that slot complete here
     lost_iterations: int = 0  #: finished before the failure, to be repeated

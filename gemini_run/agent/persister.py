@@ -85,7 +85,7 @@ class Persister:
                 RPC_COLLECT: self._node.collect,
                 RPC_UPLOAD: self._node.upload,
                 RPC_STATUS: self._node.status,
-                RPC_RELEASE: self._node.release,
+                RPC_RELEASE: self._on_release,
                 RPC_WANT: self._on_want,
             }
             for name, handler in self._handlers.items():
@@ -176,6 +176,12 @@ class Persister:
             self._wanted = max(self._wanted or 0, iteration)
             self._wake.set()
         return {"done": done, "failed": failed}
+
+    def _on_release(self, payload: Message) -> Message:
+        """As `NodePart.release`; every node remembers when, for whoever leads next."""
+        if payload["durable"] is not None:
+            self._runtime.durable_at = time.time()
+        return self._node.release(payload)
 
     def _newest_here(self) -> int | None:
         """Newest iteration committed on every rank whose slots are all here."""

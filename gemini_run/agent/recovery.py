@@ -148,6 +148,7 @@ class Recovery:
             "finished": self._finished(float(notes.get("at", 0))),
             "start": int(notes.get("start", 0)),
             "furthest": int(notes.get("furthest", 0)),
+            "durable_at": max(self._runtime.durable_at, float(notes.get("durable_at", 0))),
             "knows": bool(notes),
             "unknown": [f"{info.path}: {info.problem}" for info in self._memory.scan() if info.unknown_version],
         }
@@ -408,10 +409,12 @@ class Recovery:
             furthest = finished
         else:  # the round before trained nothing, its workers may not even have restored
             finished, furthest = before, max(before, furthest)
+        now = time.time()
+        durable_at = self._runtime.durable_at = max((said["durable_at"] for said in facts), default=0.0) or now
         self._memory.save_notes(
             {
                 **self._memory.notes(), "node_rank": self._me, "round": self._number, "history": history,
-                "start": start, "furthest": furthest, "at": time.time(),
+                "start": start, "furthest": furthest, "at": now, "durable_at": durable_at,
             }
         )  # fmt: skip
         outcome = Outcome(plan, max(0, finished - start), max(0, furthest - start), self._source(plan))

@@ -208,6 +208,7 @@ class GeminiRendezvous(RendezvousHandler):
             snapshot_interval=settings.snapshot_interval,
             durable_iterations=settings.durable_interval.iterations if durable else None,
             durable_seconds=settings.durable_interval.seconds if durable else None,
+            durable_at=self._runtime.durable_at,
             restore_iteration=present.plan.iteration,
             restore_source=present.restore_source,
             lost_iterations=present.lost_iterations,

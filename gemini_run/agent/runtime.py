@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class NodeRuntime:
-    """One node, from its agent's start to its end."""
+    """One node, from its agent's start to its end.
+
+    Attributes:
+        durable_at: unix seconds of the newest durable checkpoint that this node knows of, or of the run's first round;
+            0 before either. The interval of the durable tier counts from here, over all rounds.
+    """
 
     settings: Settings
     run_id: str
     paths: RunPaths
     memory: NodeMemory
     server: AgentServer
+    durable_at: float = 0.0
     _event_failed: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def event(self, name: str, **fields: Any) -> None:

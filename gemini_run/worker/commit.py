@@ -64,7 +64,7 @@ class Schedule:
         self._interval = context.snapshot_interval
         self._iterations = context.durable_iterations
         self._seconds = context.durable_seconds
-        self._last_durable_at = now
+        self._last_durable_at = context.durable_at or now
         self._due = False
         self._busy = busy
         self.first = CommitRecord(start, start + self._interval, self._due_by_count(start))

@@ -351,6 +351,24 @@ def test_rounds_that_train_nothing_say_what_is_lost_in_all(
     assert fourth.lost_iterations == 5
 
 
+def test_when_the_durable_tier_was_last_fed_is_known_to_whoever_leads_next(job: Callable[[int], Job]) -> None:
+    run = job(2)
+    nodes = [run.node(), run.node()]
+    before = time.time()
+    run.form(*nodes)
+    began = {node.rendezvous.worker_context().durable_at for node in nodes}
+    assert all(before <= at <= time.time() for at in began), "at first it counts from the first round"
+    lost, survivor = by_rank(nodes)
+    survivor.runtime.durable_at = before + 1000
+    lost.dies()
+    assert survivor.wakes()
+    newcomer = run.node()
+    run.form(newcomer, survivor)
+    assert newcomer.round.node_rank == 0
+    assert newcomer.rendezvous.worker_context().durable_at == before + 1000
+    assert survivor.memory.notes()["durable_at"] == before + 1000, "for an agent that takes the memory over"
+
+
 def test_require_checkpoint_ends_the_job_on_all_nodes(job: Callable[[int], Job]) -> None:
     run = job(2)
     settings = Settings(require_checkpoint=True)

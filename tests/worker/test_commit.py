@@ -126,6 +126,13 @@ def test_what_is_due_waits_while_the_durable_tier_is_busy(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_the_time_counts_over_all_rounds(tmp_path: Path) -> None:
+    schedule = Schedule(context(tmp_path, 0, 1, durable_seconds=10.0, durable_at=95.0), 7, now=100.0)
+    assert [schedule.after(k, now).next_durable for k, now in ((7, 100.0), (8, 105.0), (9, 106.0))] == [
+        False, True, False,
+    ]  # fmt: skip
+
+
 def test_durable_by_time(tmp_path: Path) -> None:
     schedule = Schedule(context(tmp_path, 0, 1, durable_seconds=10.0), 7, now=100.0)
     assert schedule.first == CommitRecord(7, 8, False)
