@@ -132,6 +132,21 @@ def key_commit_record(iteration: int) -> str:
     return f"gemini/commit/{iteration}/record"
 
 
+def key_commit_void(iteration: int) -> str:
+    """Counter: how many ranks have no copy of something at `iteration`: then it is not committed."""
+    return f"gemini/commit/{iteration}/void"
+
+
+def key_node_count(node: int, iteration: int) -> str:
+    """Counter: how many ranks of the node hold their own slot of `iteration` complete."""
+    return f"gemini/node/{node}/{iteration}/count"
+
+
+def key_node_done(node: int, iteration: int) -> str:
+    """Set once all do."""
+    return f"gemini/node/{node}/{iteration}/done"
+
+
 def key_commit(iteration: int) -> str:
     """The same record, set by the last rank to count itself: `iteration` is committed."""
     return f"gemini/commit/{iteration}/done"
@@ -145,7 +160,7 @@ class CommitRecord:
     """What all ranks learn when an iteration is complete on every rank; rank 0 decides its content.
 
     Attributes:
-        iteration: the committed iteration.
+        iteration: the newest committed iteration: the one that was agreed on, or, if that is void, the one before.
         next_iteration: the next one to snapshot (known to all before anyone reaches it).
         next_durable: hold that next one's slots for the durable tier.
     """

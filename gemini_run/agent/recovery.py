@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from gemini_run.agent.runtime import NodeRuntime, PeerNode
 from gemini_run.errors import DurableError, FormatVersionError, GeminiError, PeerLost, ReplicaCorrupt, Unrecoverable
 from gemini_run.memory.segment import SlotInfo, read_beacons
-from gemini_run.memory.slots import Slot, seal_file
+from gemini_run.memory.settle import settle_file
+from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot
 from gemini_run.plan.recovery import (
     Fetch,
@@ -277,40 +278,44 @@ class Recovery:
         failure = _Failure()
         if plan.iteration is None:
             return failure, None
-        jobs: list[tuple[Callable[[], None], Fetch | int]] = []
-        if plan.source == "durable":
-            jobs = [(lambda o=owner: self._materialise(plan, o), owner) for owner in self._ranks[self._me]]  # type: ignore[misc]
-        else:
-            mine = [fetch for fetch in plan.fetches if fetch.to_node == self._me]
-            fetched = {fetch.owner for fetch in mine}
-            jobs = [(lambda f=fetch: self._pull(plan, f), fetch) for fetch in mine]  # type: ignore[misc]
-            for owner in self._ranks[self._me]:
-                if owner not in fetched:
-                    jobs.append((lambda o=owner: self._seal(plan, o), owner))  # type: ignore[misc]
+        ranks = self._ranks[self._me]
         first: GeminiError | None = None
         with concurrent.futures.ThreadPoolExecutor(PARALLEL_PULLS, thread_name_prefix="gemini-recover") as pool:
-            for future, what in [(pool.submit(job), what) for job, what in jobs]:
-                try:
-                    future.result()
-                except (ReplicaCorrupt, PeerLost, DurableError) as error:
-                    first = first or error
-                    say(f"recovery of iteration {plan.iteration}: {error}; trying the next source")
-                    if plan.source == "durable":
-                        failure.durable = True
-                    elif isinstance(what, Fetch):
-                        failure.copies.append((what.from_node, what.owner, what.iteration))
-                    else:
-                        failure.copies.append((self._me, what, plan.iteration))
-                except GeminiError as error:  # MemoryFull and its like: no other source helps
-                    first, failure.fatal = error, str(error)
-        return failure, first
+            if plan.source == "durable":
+                return failure, self._do(plan, pool, self._materialise, ranks, failure)
+            mine = [fetch for fetch in plan.fetches if fetch.to_node == self._me]
+            first = self._do(plan, pool, self._pull, mine, failure)
+            # Only now: a slot that is here may borrow from one that was pulled.
+            there = set(ranks) - {fetch.owner for fetch in mine}
+            return failure, self._do(plan, pool, self._settle, sorted(there), failure) or first
 
-    def _seal(self, plan: RecoveryPlan, owner: int) -> None:
+    def _do(
+        self, plan: RecoveryPlan, pool: concurrent.futures.Executor, job: Callable[[RecoveryPlan, Any], None],
+        items: Iterable[Fetch | int], failure: _Failure,
+    ) -> GeminiError | None:  # fmt: skip
+        """Do `job` for each of these pulls or ranks; what went wrong goes into `failure`. Returns the first error."""
+        first: GeminiError | None = None
+        for future, what in [(pool.submit(job, plan, item), item) for item in items]:
+            try:
+                future.result()
+            except (ReplicaCorrupt, PeerLost, DurableError) as error:
+                first = first or error
+                say(f"recovery of iteration {plan.iteration}: {error}; trying the next source")
+                if plan.source == "durable":
+                    failure.durable = True
+                elif isinstance(what, Fetch):
+                    failure.copies.append((what.from_node, what.owner, what.iteration))
+                else:
+                    failure.copies.append((self._me, what, plan.iteration or 0))
+            except GeminiError as error:  # MemoryFull and its like: no other source helps
+                first, failure.fatal = error, str(error)
+        return first
+
+    def _settle(self, plan: RecoveryPlan, owner: int) -> None:
         info = self._local(plan, owner)
         if info is None:
             raise ReplicaCorrupt(f"the slot of rank {owner} is gone from {self._memory.paths.slots}")
-        if info.header and not info.header.sealed:
-            seal_file(info.path)
+        settle_file(info.path)
 
     def _pull(self, plan: RecoveryPlan, fetch: Fetch) -> None:
         peer = self._nodes[fetch.from_node]
@@ -336,7 +341,7 @@ class Recovery:
 
         assert plan.iteration is not None, "a durable plan names its iteration"
         if self._local(plan, owner) is not None:
-            self._seal(plan, owner)
+            self._settle(plan, owner)
             return
         location = str(self._runtime.settings.durable)
         began = time.monotonic()
@@ -371,6 +376,7 @@ class Recovery:
                 continue
             slot = Slot(info.path, writable=True)
             try:
+                settle_file(info.path)
                 slot.verify()
             except ReplicaCorrupt as error:
                 say(f"slot refused: {error}")

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
 from gemini_run.memory.segment import NodeMemory, SlotInfo
-from gemini_run.memory.slots import Slot, seal_file
+from gemini_run.memory.settle import settle_file
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.health import HEARTBEAT_SECONDS
 from gemini_run.terminal import say
 from gemini_run.wire import HTTP_RPC, HTTP_SLOT, HTTP_WATCH
@@ -149,14 +150,14 @@ class AgentServer:
 
     def _sealed_slot(self, owner: int, iteration: int) -> SlotInfo | None:
         info = self._memory.find(owner, iteration)
-        if info is None or info.header is None or info.header.sealed:
+        if info is None or info.header is None or (info.header.sealed and not info.header.borrowed):
             return info
         # Its lock is free only if its writer is dead, or through with it.
         slot = Slot(info.path, writable=True)
         try:
             if not slot.try_lock():
-                raise BlockingIOError(f"{info.path}: its writer has not sealed it yet")
-            seal_file(info.path)
+                raise BlockingIOError(f"{info.path}: its writer is not through with it yet")
+            settle_file(info.path)
         finally:
             slot.close()
         return self._memory.find(owner, iteration)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from gemini_run.cli.view import NodeView, RunView, known_runs, load_run, memory_view
 from gemini_run.errors import ConfigError, GeminiError, ReplicaCorrupt, UnknownRun, Unrecoverable
-from gemini_run.memory.segment import NodeMemory, SlotInfo
+from gemini_run.memory.segment import NodeMemory, SlotInfo, agent_alive
+from gemini_run.memory.settle import LenderGone, check_borrowed, settle_folder
 from gemini_run.memory.slots import Slot, SlotHeader
 from gemini_run.plan.recovery import (
     NodeFacts,
@@ -28,7 +29,7 @@ from gemini_run.plan.recovery import (
     plan_recovery,
     rank_ranges,
 )
-from gemini_run.wire import RunPaths
+from gemini_run.wire import MemoryPaths, RunPaths
 
 ATTEMPTS = 50  #: looks at a running job's slots before giving up
 PAUSE_SECONDS = 0.02
@@ -308,9 +309,13 @@ def verify_in_place(copy: Copy) -> None:
     except FileNotFoundError as error:
         raise Overwritten from error
     try:
-        corrupt = None
+        corrupt: ReplicaCorrupt | None = None
         try:
-            slot.verify()
+            check_borrowed(slot, *slot.verify(borrowing=True))
+        except LenderGone as error:
+            if agent_alive(MemoryPaths(copy.path.parent.parent)):
+                raise Overwritten from error  # by the time its lender writes again, so does its own rank
+            corrupt = error
         except ReplicaCorrupt as error:
             corrupt = error
         if not _holds_still(copy):
@@ -342,7 +347,9 @@ def stage(found: Salvage, folder: Path) -> dict[int, Path]:
     with concurrent.futures.ThreadPoolExecutor(COPY_THREADS) as pool:
         # All at once: a running job gives each slot about one iteration's time.
         jobs = {r.rank: pool.submit(_stage_slot, r.copy, folder / f"r{r.rank:05d}") for r in found.ranks if r.copy}
-        return {rank: job.result() for rank, job in jobs.items()}
+        staged = {rank: job.result() for rank, job in jobs.items()}
+    settle_folder(staged.values())
+    return staged
 
 
 def _stage_slot(copy: Copy, target: Path) -> Path:
@@ -364,11 +371,8 @@ def _stage_slot(copy: Copy, target: Path) -> Path:
         raise Overwritten
     slot = Slot(target, writable=True)
     try:
-        header, manifest = slot.verify()
-        if not _same(header, copy.header):
+        if not _same(slot.verify(borrowing=True)[0], copy.header):
             raise Overwritten
-        if not header.sealed:
-            slot.seal(manifest, header)
     finally:
         slot.close()
     return target

@@ -16,7 +16,8 @@ from gemini_run.durable import layout
 from gemini_run.durable.layout import Marker, Place, RankRecord, StoredFile
 from gemini_run.durable.tier import DurableTier, Source
 from gemini_run.errors import DurableError, ReplicaCorrupt
-from gemini_run.memory.slots import Slot, SlotHeader, seal_file
+from gemini_run.memory.settle import settle_file
+from gemini_run.memory.slots import Slot, SlotHeader
 from gemini_run.plan.persist import Assignment, Shard
 
 LOCK_PATIENCE = 2.0  #: seconds to wait for a slot's flock
@@ -39,8 +40,8 @@ class SlotReader:
         try:
             self._lock(path)
             self.header = self._expect(iteration)
-            if not self.header.sealed:
-                seal_file(path)
+            if not self.header.sealed or self.header.borrowed:
+                settle_file(path)
                 self.header = self._expect(iteration)
             manifest = self.slot.manifest(self.header)
             self.shard = Shard(manifest, tuple(self.slot.stored_checksums(self.header)))

@@ -162,9 +162,14 @@ class NodeMemory:
 
 def scan_slots(paths: MemoryPaths) -> list[SlotInfo]:
     """Every slot file of a node, by header only (the payload is not read)."""
+    return scan_folder(paths.slots)
+
+
+def scan_folder(folder: Path) -> list[SlotInfo]:
+    """As `scan_slots`, of any folder with slot files."""
     infos = []
     try:
-        entries = sorted(p for p in paths.slots.iterdir() if not p.name.startswith("."))
+        entries = sorted(p for p in folder.iterdir() if not p.name.startswith("."))
     except FileNotFoundError:
         return []
     for path in entries:

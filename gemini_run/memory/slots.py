@@ -5,6 +5,7 @@ File layout, all integers little-endian::
     0      header page (4096 bytes): where the sections lie, their checksums, and the sequence number
     4096   manifest      JSON, `plan.manifest.Manifest`
            checksums     one u64 (xxh3_64) per manifest item
+           lenders       one u32 per manifest item: 0, or 1 + the owner in whose slot its bytes are
            payload       tensor bytes, each item 64-byte aligned
            objects       JSON: everything that is not a tensor, and how the tensors hang together
 
@@ -15,8 +16,12 @@ Commit protocol (one writer, guarded by flock; readers need no lock):
 3. `commit()`: header fields and header checksum, then sequence := n > 0, last.
    The slot is *complete*: a dying process cannot undo bytes already copied into shared memory.
 4. `seal()`: the checksum table and its checksum are filled in. Until then the slot is complete but
-   *unsealed*: fine to restore from on this node, never served to another node or exported unsealed
-   (`seal_file` seals it first).
+   *unsealed*: fine to restore from on this node, never served to another node or exported unsealed.
+   Where the checksums are known before step 3 they are written before it (`write_tables`).
+
+What ranks of a node hold alike is copied by one of them. The slots of the others *borrow* it: they have its checksum
+and name the lender, whose slot of the same iteration on the same node has the bytes. A borrowing slot is as good as
+that one, and is made whole (`memory.settle`) before anybody restores from it, serves or exports it.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -38,28 +43,32 @@ from gemini_run.errors import FormatVersionError, MemoryFull, ReplicaCorrupt
 from gemini_run.plan.manifest import Manifest, aligned
 
 MAGIC = b"GEMSLOT\0"
-SLOT_VERSION = 1
+SLOT_VERSION = 2
 HEADER_BYTES = 4096
 FLAG_HOLD = 1  #: kept for the durable tier: the worker must not reuse it until the agent clears the flag
 
 # magic, version, flags, sequence | round, iteration, written_at | owner, world_size |
 # manifest offset/length, checksum table offset/count, payload offset/length, objects offset/length |
-# checksums: manifest, objects | header checksum | sealed (checksum of the table, 0 = unsealed)
-_HEADER = struct.Struct("<8sIIQ QQd II QQQQQQQQ QQ Q Q")
+# checksums: manifest, objects | header checksum | sealed (checksum of the table, 0 = unsealed) |
+# borrowed (checksum of the lenders, 0 = all bytes are here)
+_HEADER = struct.Struct("<8sIIQ QQd II QQQQQQQQ QQ Q Q Q")
 _FLAGS = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+_U32 = struct.Struct("<I")
 _FLAGS_AT = 12
 _SEQUENCE_AT = 16
 _CHECKED_FROM = 24  # flags and sequence change without the header being rewritten
-_HEADER_CHECKSUM_AT = _HEADER.size - 16
-_SEALED_AT = _HEADER.size - 8
+_HEADER_CHECKSUM_AT = _HEADER.size - 24
+_SEALED_AT = _HEADER.size - 16
+_BORROWED_AT = _HEADER.size - 8
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotHeader:
     """The header page of a slot. Offsets and lengths in bytes from the start of the file.
 
-    `sequence` 0 means torn; `sealed` is the checksum of the checksum table, 0 while there is none.
+    `sequence` 0 means torn; `sealed` is the checksum of the checksum table, 0 while there is none; `borrowed` that of
+    the lenders, 0 if every byte is here.
     """
 
     round: int
@@ -80,6 +89,7 @@ class SlotHeader:
     flags: int = 0
     sequence: int = 0
     sealed: int = 0
+    borrowed: int = 0
 
     @property
     def complete(self) -> bool:
@@ -100,10 +110,10 @@ class SlotHeader:
             self.round, self.iteration, self.written_at, self.owner, self.world_size,
             self.manifest_offset, self.manifest_length, self.checksums_offset, self.num_items,
             self.payload_offset, self.payload_length, self.objects_offset, self.objects_length,
-            self.manifest_checksum, self.objects_checksum, 0, self.sealed,
+            self.manifest_checksum, self.objects_checksum, 0, self.sealed, self.borrowed,
         )  # fmt: skip
         checksum = xxhash.xxh3_64_intdigest(body[_CHECKED_FROM:_HEADER_CHECKSUM_AT])
-        return body[:_HEADER_CHECKSUM_AT] + _U64.pack(checksum) + _U64.pack(self.sealed)
+        return body[:_HEADER_CHECKSUM_AT] + _U64.pack(checksum) + body[_SEALED_AT:]
 
     @classmethod
     def unpack(cls, page: bytes) -> SlotHeader:
@@ -112,7 +122,7 @@ class SlotHeader:
             raise ReplicaCorrupt("not a slot: no header")
         (_, version, flags, sequence, round_, iteration, written_at, owner, world_size,
          m_off, m_len, c_off, num_items, p_off, p_len, o_off, o_len,
-         m_sum, o_sum, h_sum, sealed) = _HEADER.unpack(page[: _HEADER.size])  # fmt: skip
+         m_sum, o_sum, h_sum, sealed, borrowed) = _HEADER.unpack(page[: _HEADER.size])  # fmt: skip
         if version != SLOT_VERSION:
             raise FormatVersionError(
                 f"slot of format version {version}; this release reads version {SLOT_VERSION}: "
@@ -125,14 +135,14 @@ class SlotHeader:
             manifest_offset=m_off, manifest_length=m_len, checksums_offset=c_off, num_items=num_items,
             payload_offset=p_off, payload_length=p_len, objects_offset=o_off, objects_length=o_len,
             manifest_checksum=m_sum, objects_checksum=o_sum, written_at=written_at,
-            flags=flags, sequence=sequence, sealed=sealed,
+            flags=flags, sequence=sequence, sealed=sealed, borrowed=borrowed,
         )  # fmt: skip
 
 
 def layout(manifest_length: int, num_items: int, payload_length: int) -> tuple[int, int, int, int]:
     """Offsets of (manifest, checksum table, payload, objects) for sections of these sizes."""
     checksums = aligned(HEADER_BYTES + manifest_length)
-    payload = -(-(checksums + 8 * num_items) // 4096) * 4096
+    payload = -(-(checksums + (_U64.size + _U32.size) * num_items) // 4096) * 4096
     return HEADER_BYTES, checksums, payload, aligned(payload + payload_length)
 
 
@@ -271,12 +281,50 @@ class Slot:
 
     def seal(self, manifest: Manifest, header: SlotHeader) -> None:
         """Fill in the checksum table from the payload as it is now, then mark the slot sealed."""
-        table = b"".join(_U64.pack(value) for value in self.item_checksums(manifest, header))
-        self.view[header.checksums_offset : header.checksums_offset + len(table)] = table
-        self._write_u64(_SEALED_AT, _nonzero(xxhash.xxh3_64_intdigest(table)))
+        sealed = self._write_checksums(header, self.item_checksums(manifest, header)).sealed
+        self._write_u64(_SEALED_AT, sealed)
 
-    def verify(self, header: SlotHeader | None = None) -> tuple[SlotHeader, Manifest]:
+    def lenders(self, header: SlotHeader) -> list[int]:
+        """Of every item the owner of the slot that has its bytes, -1 = they are here. Raises: ReplicaCorrupt."""
+        if not header.borrowed:
+            return [-1] * header.num_items
+        table = self._section(header.checksums_offset + _U64.size * header.num_items, _U32.size * header.num_items)
+        if _nonzero(xxhash.xxh3_64_intdigest(table)) != header.borrowed:
+            raise ReplicaCorrupt(f"{self.path}: the table of lenders fails its checksum")
+        return [value - 1 for (value,) in _U32.iter_unpack(table)]
+
+    def write_tables(self, header: SlotHeader, checksums: Sequence[int], lenders: Sequence[int] = ()) -> SlotHeader:
+        """Write the tables of a slot that is not committed yet; returns the header to commit: sealed.
+
+        Args:
+            checksums: of every item, in manifest order.
+            lenders: as `lenders` returns them; empty if every byte is here.
+        """
+        return self.write_lenders(self._write_checksums(header, checksums), lenders)
+
+    def write_lenders(self, header: SlotHeader, lenders: Sequence[int]) -> SlotHeader:
+        """Of a slot that is not committed yet; returns the header to commit."""
+        if all(lender < 0 for lender in lenders):
+            return dataclasses.replace(header, borrowed=0)
+        table = b"".join(_U32.pack(lender + 1) for lender in lenders)
+        start = header.checksums_offset + _U64.size * header.num_items
+        self.view[start : start + len(table)] = table
+        return dataclasses.replace(header, borrowed=_nonzero(xxhash.xxh3_64_intdigest(table)))
+
+    def filled(self) -> None:
+        """Every byte is here now."""
+        self._write_u64(_BORROWED_AT, 0)
+
+    def _write_checksums(self, header: SlotHeader, checksums: Sequence[int]) -> SlotHeader:
+        table = b"".join(map(_U64.pack, checksums))
+        self.view[header.checksums_offset : header.checksums_offset + len(table)] = table
+        return dataclasses.replace(header, sealed=_nonzero(xxhash.xxh3_64_intdigest(table)))
+
+    def verify(self, header: SlotHeader | None = None, *, borrowing: bool = False) -> tuple[SlotHeader, Manifest]:
         """Check everything there is to check, every byte of a sealed payload included.
+
+        Args:
+            borrowing: accept a slot that borrows; what it borrows is not checked.
 
         Raises:
             ReplicaCorrupt: torn, truncated, or a checksum fails; the message names the tensor.
@@ -286,8 +334,11 @@ class Slot:
             raise ReplicaCorrupt(f"{self.path}: torn slot (its writer died before the commit)")
         manifest = self.manifest(header)
         self.objects(header)
+        lenders = self.lenders(header)
+        if header.borrowed and not borrowing:
+            raise ReplicaCorrupt(f"{self.path}: {sum(lender >= 0 for lender in lenders)} tensors are in other slots")
         if header.sealed:
-            self.verify_items(manifest, header, range(len(manifest.items)))
+            self.verify_items(manifest, header, [i for i, lender in enumerate(lenders) if lender < 0])
         return header, manifest
 
     def verify_items(self, manifest: Manifest, header: SlotHeader, which: Iterable[int]) -> None:
@@ -352,23 +403,6 @@ def build_header(
         objects_checksum=xxhash.xxh3_64_intdigest(objects),
         written_at=time.time() if now is None else now, flags=FLAG_HOLD if hold else 0,
     )  # fmt: skip
-
-
-def seal_file(path: Path) -> SlotHeader:
-    """Seal the complete slot at `path` if it is not sealed yet, and return its header.
-
-    For slots whose writer is dead. Raises: ReplicaCorrupt as `Slot.verify`.
-    """
-    slot = Slot(path, writable=True)
-    try:
-        header = slot.header()
-        if not header.complete:
-            raise ReplicaCorrupt(f"{path}: torn slot (its writer died before the commit)")
-        if not header.sealed:
-            slot.seal(slot.manifest(header), header)
-        return slot.header()
-    finally:
-        slot.close()
 
 
 def set_file_hold(path: Path, iteration: int, hold: bool) -> bool:

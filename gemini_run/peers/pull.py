@@ -85,10 +85,12 @@ def pull_slot(
 
 def _expect(page: bytes, owner: int, iteration: int, source: Source) -> SlotHeader:
     header = SlotHeader.unpack(page)
-    if (header.owner, header.iteration) != (owner, iteration) or not header.complete or not header.sealed:
+    whole = header.complete and header.sealed and not header.borrowed
+    if (header.owner, header.iteration) != (owner, iteration) or not whole:
         raise ReplicaCorrupt(
             f"{source.host}:{source.port} sent rank {header.owner}, iteration {header.iteration} (complete "
-            f"{header.complete}, sealed {bool(header.sealed)}) for rank {owner}, iteration {iteration}"
+            f"{header.complete}, sealed {bool(header.sealed)}, borrowing {bool(header.borrowed)}) for rank {owner}, "
+            f"iteration {iteration}"
         )
     return dataclasses.replace(header, flags=0)  # held for the durable tier there, not here
 

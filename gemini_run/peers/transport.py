@@ -1,9 +1,9 @@
 """One exchange of replicas: send this rank's slot to its peers, receive theirs into slots of this node.
 
 In four steps, all ranks at once: the header pages; manifest (if it is new) and checksums; which tensors the receiver
-wants; those. What the receiver's own slot holds alike, by name, length and checksum, it copies from there: of state
-that data parallelism replicates nothing is sent. The receiver checks what arrived and commits its copy, which is
-whole in either case: sequence number last. Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of
+wants; those. What the receiver's own slot holds alike, by name, length and checksum, the replica borrows from there:
+of state that data parallelism replicates nothing is sent, and nothing copied. The receiver checks what arrived and
+commits the replica: sequence number last. Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of
 transfers posted.
 
 The iteration that a round goes on from is exchanged as well, with whoever does not hold it yet (`Exchange.renew`).
@@ -11,7 +11,6 @@ The iteration that a round goes on from is exchanged as well, with whoever does 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from gemini_run.errors import PeerLost, ReplicaCorrupt
+from gemini_run.memory.settle import fill
 from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
 from gemini_run.peers.group import Peers
 from gemini_run.peers.replicas import ReplicaSlots
@@ -46,7 +46,8 @@ class Incoming:
     Attributes:
         source: group rank.
         index: of the slot among its owner's.
-        wanted: which tensors are sent; the others are copied from this rank's own slot.
+        wanted: which tensors are sent; the others are borrowed from a slot of this node's own ranks.
+        lenders: of each tensor the owner of that slot, -1 = it is sent.
     """
 
     source: int
@@ -56,6 +57,20 @@ class Incoming:
     manifest: Manifest | None = None
     checksums: npt.NDArray[np.uint64] = dataclasses.field(default_factory=lambda: np.empty(0, np.uint64))
     wanted: Flags = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8))
+    lenders: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What one exchange came to.
+
+    Attributes:
+        bytes: received.
+        void: a peer has no whole slot of its own this time, so there is no replica of it here.
+    """
+
+    bytes: int
+    void: bool
 
 
 class Exchange:
@@ -72,11 +87,11 @@ class Exchange:
         self._received: dict[int, tuple[int, bytes, Manifest]] = {}  # source -> checksum, text, parsed
         self._twins: dict[int, _Twins] = {}
 
-    def run(self, slot: Slot, header: SlotHeader, manifest: Manifest, *, keep: int) -> int:
-        """Send the sealed `slot`, get every peer's of the same iteration. Returns bytes received.
+    def run(self, slot: Slot, header: SlotHeader, manifest: Manifest, *, keep: int) -> Traffic:
+        """Send the sealed `slot`, get every peer's of the same iteration.
 
         Args:
-            header, manifest: of `slot`.
+            header, manifest: of `slot`. With sequence 0 it is void: it is not sent.
             keep: the newest committed iteration; replicas of it are not touched.
 
         Raises:
@@ -85,19 +100,20 @@ class Exchange:
             MemoryFull: no room for a replica.
         """
         try:
-            theirs = self._headers(slot, header, lambda round: round == self._round)
-            return self._replicate(slot, header, manifest, self._peers.sends, theirs, dict.fromkeys(theirs, keep))
+            theirs = self._headers(header, lambda round: round == self._round)
+            targets = self._peers.sends if header.complete else ()
+            return self._replicate(slot, header, manifest, targets, theirs, dict.fromkeys(theirs, keep))
         except RuntimeError as error:
             raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
 
-    def renew(self, slot: Slot, header: SlotHeader, manifest: Manifest) -> int:
+    def renew(self, slot: Slot, header: SlotHeader, manifest: Manifest) -> Traffic:
         """`run` for the iteration that this round went on from: complete on its own node, and maybe nowhere else.
 
         A peer that holds it already is sent nothing. Of the others the newest replica is not touched: should a node
         be lost meanwhile, that one is what all can still go back to.
         """
         try:
-            theirs = self._headers(slot, header, lambda round: round <= self._round)
+            theirs = self._headers(header, lambda round: round <= self._round)
             newest = {source: self._replicas[source].newest() for source in theirs}
             held = {source for source, page in theirs.items() if _same(newest[source], page)}
             targets = self._lacking(held)
@@ -110,18 +126,23 @@ class Exchange:
     def _replicate(
         self, slot: Slot, header: SlotHeader, manifest: Manifest, targets: Sequence[int],
         theirs: Mapping[int, SlotHeader], keep: Mapping[int, int],
-    ) -> int:  # fmt: skip
+    ) -> Traffic:  # fmt: skip
         """Send to `targets`; receive from the sources of `theirs`, into slots without their iteration of `keep`."""
         own = np.array(slot.stored_checksums(header), np.uint64)
+        lenders = np.array(slot.lenders(header), np.int64)
         incoming: list[Incoming] = []
+        whole = {source: page for source, page in theirs.items() if page.complete}
         try:
-            for source, page in theirs.items():
+            for source, page in whole.items():
                 index, target = self._replicas[source].writable(keep[source], page.end)
                 incoming.append(Incoming(source, page, index, target))
             self._fronts(slot, header, targets, incoming)
             for entry in incoming:
-                self._choose(entry, manifest, own)
+                # Nothing is borrowed from a slot that is void: it will not be there.
+                self._choose(entry, manifest, own, lenders, header.owner if header.complete else -1)
             wanted = self._wanted(header, targets, incoming)
+            for flags in wanted.values():
+                fill(slot, header, manifest, np.flatnonzero((flags != 0) & (lenders >= 0)).tolist())
             self._bodies(slot, header, (manifest, wanted, incoming))
             for entry in incoming:
                 _accept(entry)
@@ -132,12 +153,13 @@ class Exchange:
         self._sent.update(dict.fromkeys(targets, header.manifest_checksum))
         for entry in incoming:
             self._replicas[entry.source].done(entry.index, entry.header.iteration)
-        return sum(_bytes_of(entry) for entry in incoming)
+        return Traffic(sum(_bytes_of(entry) for entry in incoming), len(whole) < len(theirs))
 
     # --- the steps ------------------------------------------------------------------------------------
 
-    def _headers(self, slot: Slot, header: SlotHeader, of_round: Callable[[int], bool]) -> dict[int, SlotHeader]:
-        self._header_out.copy_(_bytes(slot, 0, HEADER_BYTES))
+    def _headers(self, header: SlotHeader, of_round: Callable[[int], bool]) -> dict[int, SlotHeader]:
+        packed = bytearray(header.pack().ljust(HEADER_BYTES, b"\0"))
+        self._header_out.copy_(torch.frombuffer(packed, dtype=torch.uint8))
         pages = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in self._peers.receives}
         self._swap(
             [(source, page, _HEADER_TAG) for source, page in pages.items()],
@@ -154,7 +176,7 @@ class Exchange:
                 )
             if not theirs.sealed:
                 raise ReplicaCorrupt("a peer sent a slot without checksums")
-            result[source] = dataclasses.replace(theirs, flags=0)
+            result[source] = dataclasses.replace(theirs, flags=0, borrowed=0)
         return result
 
     def _lacking(self, held: set[int]) -> list[int]:
@@ -196,15 +218,26 @@ class Exchange:
             entry.manifest = known[2]
             entry.checksums = np.array(entry.slot.stored_checksums(theirs), np.uint64)
 
-    def _choose(self, entry: Incoming, manifest: Manifest, own: npt.NDArray[np.uint64]) -> None:
-        """Want what this rank's own slot does not hold alike."""
+    def _choose(
+        self, entry: Incoming, manifest: Manifest, own: npt.NDArray[np.uint64], lenders: npt.NDArray[np.int64],
+        owner: int,
+    ) -> None:  # fmt: skip
+        """Want what this rank's own slot does not hold alike; the rest is borrowed from it, or from its own lender.
+
+        `owner`: of the own slot, -1 if nothing can be borrowed.
+        """
         assert entry.manifest is not None, "received before"
         twins = self._twins.get(entry.source)
         if twins is None or twins.mine is not manifest:
             twins = self._twins[entry.source] = _Twins.of(entry.manifest, manifest)
         alike = own[twins.ours] == entry.checksums[twins.theirs]
         entry.wanted = np.ones(len(entry.manifest.items), np.uint8)
+        entry.lenders = np.full(len(entry.manifest.items), -1, np.int64)
+        if owner < 0:
+            return
         entry.wanted[twins.theirs[alike]] = 0
+        mine = lenders[twins.ours[alike]]
+        entry.lenders[twins.theirs[alike]] = np.where(mine >= 0, mine, owner)
 
     def _wanted(self, header: SlotHeader, targets: Sequence[int], incoming: Sequence[Incoming]) -> dict[int, Flags]:
         """Target -> which tensors of this rank's it wants."""
@@ -229,18 +262,10 @@ class Exchange:
             streams.append(_posts(group.recv, entry.slot, entry.header, theirs, entry.source))
         windows: list[tuple[Iterator[Any], deque[Any]]] = [(stream, deque()) for stream in streams]
         _post(windows)
-        for entry in incoming:  # while the first chunks are on their way
-            self._copy_twins(slot, header, entry)
         while windows := [(stream, posted) for stream, posted in windows if posted]:
             for _, posted in windows:
                 posted.popleft().wait(self._timeout)
             _post(windows)
-
-    def _copy_twins(self, slot: Slot, header: SlotHeader, entry: Incoming) -> None:
-        source = _address(slot) + header.payload_offset
-        target = _address(entry.slot) + entry.header.payload_offset
-        for theirs, ours, length in self._twins[entry.source].runs(entry.wanted):
-            ctypes.memmove(target + theirs, source + ours, length)
 
     def _swap(
         self, receives: Sequence[tuple[int, torch.Tensor, int]], sends: Sequence[tuple[int, torch.Tensor, int]]
@@ -261,13 +286,10 @@ class _Twins:
         mine: this rank's manifest.
     """
 
-    def __init__(self, theirs: Manifest, mine: Manifest, pairs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, mine: Manifest, pairs: Sequence[tuple[int, int]]) -> None:
         self.mine = mine
         self.theirs = np.array([pair[0] for pair in pairs], np.intp)
         self.ours = np.array([pair[1] for pair in pairs], np.intp)
-        offsets = {their: mine.items[our].offset for their, our in pairs}
-        # All of the peer's tensors: one that has no twin is always wanted, and ends a run.
-        self._places = [(item.offset, offsets.get(index, -1), item.length) for index, item in enumerate(theirs.items)]
 
     @classmethod
     def of(cls, theirs: Manifest, mine: Manifest) -> _Twins:
@@ -277,27 +299,7 @@ class _Twins:
             our = known.get(item.name)
             if our is not None and mine.items[our].length == item.length:
                 pairs.append((index, our))
-        return cls(theirs, mine, pairs)
-
-    def runs(self, wanted: Flags) -> Iterator[tuple[int, int, int]]:
-        """(offset in the peer's payload, in this rank's, length) of what is copied, in as few pieces as can be.
-
-        Gaps between tensors hold nothing, so a run goes over them where both payloads have the same ones.
-        """
-        start = ours = end = -1
-        for (their, our, length), want in zip(self._places, wanted, strict=True):
-            if want:
-                if end > start:
-                    yield start, ours, end - start
-                start = end = -1
-            elif end > start and their >= end and their - start == our - ours:
-                end = their + length
-            else:
-                if end > start:
-                    yield start, ours, end - start
-                start, ours, end = their, our, their + length
-        if end > start:
-            yield start, ours, end - start
+        return cls(mine, pairs)
 
 
 def spans(manifest: Manifest, wanted: Flags) -> list[Span]:
@@ -334,12 +336,12 @@ def _post(windows: Sequence[tuple[Iterator[Any], deque[Any]]]) -> None:
 
 
 def _accept(entry: Incoming) -> None:
-    """Check what arrived against the header that announced it, then commit it. What was copied here is as this
-    rank's own slot, whose checksums are known."""
+    """Check what arrived against the header that announced it, then commit it. What is borrowed is as in this rank's
+    own slot, whose checksums are known."""
     assert entry.manifest is not None, "received before"
     entry.slot.objects(entry.header)
     entry.slot.verify_items(entry.manifest, entry.header, np.flatnonzero(entry.wanted).tolist())
-    entry.slot.commit(entry.header)
+    entry.slot.commit(entry.slot.write_lenders(entry.header, entry.lenders.tolist()))
 
 
 def _bytes_of(entry: Incoming) -> int:
@@ -353,15 +355,11 @@ def _bytes(slot: Slot, start: int, length: int) -> torch.Tensor:
     return torch.frombuffer(slot.view, dtype=torch.uint8, count=length, offset=start)
 
 
-def _address(slot: Slot) -> int:
-    return int(torch.frombuffer(slot.view, dtype=torch.uint8, count=1).data_ptr())
-
-
 def _same(held: SlotHeader | None, theirs: SlotHeader) -> bool:
     """Whether the replica `held` is that very slot: one writer, one iteration, the same bytes."""
     if held is None or not held.sealed:
         return False
-    return dataclasses.replace(held, flags=0, sequence=theirs.sequence) == theirs
+    return dataclasses.replace(held, flags=0, sequence=theirs.sequence, borrowed=theirs.borrowed) == theirs
 
 
 def _first_line(error: BaseException) -> str:

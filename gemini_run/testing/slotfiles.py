@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import xxhash
+
 from gemini_run.memory.slots import Slot, SlotHeader, build_header
 from gemini_run.plan.manifest import Item, Manifest, aligned
 
@@ -22,6 +24,7 @@ def manifest_of(tensors: Mapping[str, bytes], *, owner: int = 0, world_size: int
 def write_slot(
     path: Path, *, iteration: int, tensors: Mapping[str, bytes], owner: int = 0, world_size: int = 1, round: int = 0,
     objects: bytes = b"{}", manifest: Manifest | None = None, seal: bool = True, hold: bool = False,
+    lenders: Mapping[str, int] | None = None,
 ) -> SlotHeader:  # fmt: skip
     """Write a complete slot at `path` in the order of the commit protocol, and return its header.
 
@@ -29,6 +32,7 @@ def write_slot(
         tensors: payload by name, in the order of `manifest` (default: flat uint8 tensors).
         manifest: where the tensors are to have other types and shapes.
         seal: False leaves it complete but unsealed.
+        lenders: tensors that are not written here, and in whose slot they are.
     """
     manifest = manifest or manifest_of(tensors, owner=owner, world_size=world_size)
     text = manifest.to_json()
@@ -44,11 +48,14 @@ def write_slot(
         slot.begin()
         for item, data in zip(manifest.items, tensors.values(), strict=True):
             start = header.payload_offset + item.offset
-            slot.view[start : start + item.length] = data
+            slot.view[start : start + item.length] = bytes(item.length) if item.name in (lenders or {}) else data
         slot.view[header.objects_offset : header.end] = objects
         slot.view[header.manifest_offset : header.manifest_offset + len(text)] = text
+        if lenders:
+            checksums = [xxhash.xxh3_64_intdigest(data) for data in tensors.values()]
+            header = slot.write_tables(header, checksums, [lenders.get(item.name, -1) for item in manifest.items])
         slot.commit(header)
-        if seal:
+        if seal and not lenders:
             slot.seal(manifest, header)
         return slot.header()
     finally:

@@ -1,7 +1,9 @@
 """Snapshots: the state at an iteration boundary, copied into a slot on the training thread.
 
 On CPUs the copy is synchronous: beside a busy core a later copy gains nothing, and nothing can change
-the state meanwhile. Checksums come afterwards, on the commit thread, from bytes that no longer change.
+the state meanwhile. Checksums are taken on the way, chunk by chunk while it is in the cache; of what another rank of
+the node copies (`worker.neighbours`) only the checksum is taken. State on other devices is copied whole, and its
+checksums come afterwards, on the commit thread, from bytes that no longer change.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+import xxhash
 
 from gemini_run.errors import MemoryFull, ReplicaCorrupt
 from gemini_run.memory.segment import occupied_bytes, scan_slots
@@ -22,10 +25,21 @@ from gemini_run.wire import MemoryPaths
 from gemini_run.worker import codec
 from gemini_run.worker.codec import Json
 from gemini_run.worker.components import Component
-from gemini_run.worker.layout import PlanBuilder, Source, StructureChanged, address_of, flat_bytes, local_of, plain
+from gemini_run.worker.layout import (
+    PlanBuilder,
+    Source,
+    StructureChanged,
+    address_of,
+    bytes_at,
+    flat_bytes,
+    local_of,
+    plain,
+)
+from gemini_run.worker.neighbours import Borrowing
 
 _LOOK_AGAIN_SECONDS = 0.05
 OBJECTS_RESERVE = 64 * 1024  #: bytes; room for the object state to grow before a slot is remade
+CHUNK_BYTES = 512 * 1024  #: copied, then checked while a core's second-level cache still holds them
 STRUCTURE_RESERVE = 256  #: bytes of manifest for a tensor that the first step will make
 
 
@@ -34,6 +48,7 @@ class Plan:
 
     Attributes:
         manifest: of this shard; `manifest_text` its JSON.
+        on_cpu: all of its tensors are in host memory.
         static: JSON of the components' static parts.
     """
 
@@ -49,6 +64,7 @@ class Plan:
         self.manifest = Manifest(owner, world_size, local_world, tuple(builder.items))
         self.manifest_text = self.manifest.to_json()
         self.static = json.dumps(static, separators=(",", ":")).encode()
+        self.on_cpu = all(source.tensor.device.type == "cpu" for source in self.sources)
 
     def refresh(self, components: Sequence[Component]) -> dict[str, Json]:
         """Check that the plan still fits and return the dynamic parts as they are now.
@@ -80,8 +96,8 @@ class Plan:
         return dynamic
 
     def _same_layout(self, index: int, local: torch.Tensor) -> bool:
-        item = self._items[index]
-        return f"torch.{item.dtype}" == str(local.dtype) and item.shape == tuple(local.shape)
+        item, before = self._items[index], self.sources[index].tensor
+        return before.device == local.device and before.dtype == local.dtype and item.shape == tuple(local.shape)
 
 
 class Snapshotter:
@@ -158,13 +174,14 @@ class Snapshotter:
             if not restored and not capacity <= slot.capacity <= 2 * capacity:
                 self._remake(index, capacity)
 
-    def snapshot(self, iteration: int, *, keep: int, hold: bool) -> Slot:
-        """Copy the state, commit the slot (unsealed) and return it, locked against other writers.
+    def snapshot(self, iteration: int, *, keep: int, hold: bool, borrowing: Borrowing | None = None) -> Slot:
+        """Copy the state, commit the slot and return it, locked against other writers.
 
         Args:
             iteration: number of finished iterations.
             keep: the newest committed iteration; its slot is not touched.
-            hold: mark the slot as wanted by the durable tier.
+            hold: mark the slot as wanted by the durable tier; it then borrows nothing.
+            borrowing: what other ranks of the node copy.
 
         Raises:
             MemoryFull: the state grew and there is no room; the kept slot is intact.
@@ -181,7 +198,14 @@ class Snapshotter:
         index, slot = self._writable(keep, header.end)
         self._iterations.pop(index, None)
         slot.begin()
-        self._copy(plan.sources, slot, self._addresses[index] + header.payload_offset, header.payload_offset)
+        base = self._addresses[index] + header.payload_offset
+        if plan.on_cpu:
+            fits = borrowing is not None and borrowing.manifest is manifest and not hold
+            lenders = borrowing.lenders if fits and borrowing is not None else (-1,) * len(manifest.items)
+            checksums = _copy_and_check(plan.sources, base, lenders)
+            header = slot.write_tables(header, checksums, lenders)
+        else:
+            _copy(plan.sources, slot, base, header.payload_offset)
         view = slot.view
         view[header.objects_offset : header.objects_offset + len(objects)] = objects
         view[header.manifest_offset : header.manifest_offset + header.manifest_length] = plan.manifest_text
@@ -214,23 +238,6 @@ class Snapshotter:
             return self._plan, self._plan.refresh(self._components)
         except StructureChanged as error:
             raise RuntimeError(f"the state changes while it is looked at: {error}") from error
-
-    def _copy(self, sources: Sequence[Source], slot: Slot, base: int, payload_offset: int) -> None:
-        memmove = ctypes.memmove
-        for source in sources:
-            if not source.length:
-                continue
-            tensor = source.tensor
-            if tensor.device.type != "cpu":
-                target = torch.frombuffer(
-                    slot.view, dtype=torch.uint8, count=source.length, offset=payload_offset + source.offset
-                )
-                target.copy_(flat_bytes(tensor if source.dense else plain(tensor)))
-            elif source.dense:
-                memmove(base + source.offset, source.pointer, source.length)
-            else:
-                copied = plain(tensor)
-                memmove(base + source.offset, copied.data_ptr(), source.length)
 
     def _writable(self, keep: int, needed: int) -> tuple[int, Slot]:
         """A slot that holds neither iteration `keep` nor one the durable tier wants, with room, locked."""
@@ -270,3 +277,54 @@ class Snapshotter:
 
     def _capacity(self, manifest_length: int, num_items: int, payload_length: int) -> int:
         return layout(manifest_length, num_items, payload_length)[3] + OBJECTS_RESERVE
+
+
+def _copy(sources: Sequence[Source], slot: Slot, base: int, payload_offset: int) -> None:
+    """Copy every tensor, from whatever device."""
+    memmove = ctypes.memmove
+    for source in sources:
+        if not source.length:
+            continue
+        tensor = source.tensor
+        if tensor.device.type != "cpu":
+            target = torch.frombuffer(
+                slot.view, dtype=torch.uint8, count=source.length, offset=payload_offset + source.offset
+            )
+            target.copy_(flat_bytes(tensor if source.dense else plain(tensor)))
+        elif source.dense:
+            memmove(base + source.offset, source.pointer, source.length)
+        else:
+            copied = plain(tensor)
+            memmove(base + source.offset, copied.data_ptr(), source.length)
+
+
+def _copy_and_check(sources: Sequence[Source], base: int, lenders: Sequence[int]) -> list[int]:
+    """Copy every tensor that no other rank copies; returns the checksums of all (xxh3_64 of their bytes)."""
+    memmove, digest = ctypes.memmove, xxhash.xxh3_64_intdigest
+    checksums = []
+    for source, lender in zip(sources, lenders, strict=True):
+        length, target = source.length, base + source.offset
+        if not length:
+            checksums.append(_NOTHING)
+            continue
+        if source.dense:
+            pointer, data = source.pointer, source.bytes()
+        else:
+            copied = plain(source.tensor)  # stays alive to the end of this turn
+            pointer, data = copied.data_ptr(), bytes_at(copied.data_ptr(), length)
+        if lender >= 0:
+            checksums.append(digest(data))
+        elif length <= CHUNK_BYTES:
+            memmove(target, pointer, length)
+            checksums.append(digest(data))
+        else:
+            running = xxhash.xxh3_64()
+            for start in range(0, length, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, length - start)
+                memmove(target + start, pointer + start, size)
+                running.update(data[start : start + size])
+            checksums.append(running.intdigest())
+    return checksums
+
+
+_NOTHING = xxhash.xxh3_64_intdigest(b"")

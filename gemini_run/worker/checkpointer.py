@@ -26,6 +26,7 @@ from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
 from gemini_run.worker.components import components_of
+from gemini_run.worker.neighbours import Neighbours
 from gemini_run.worker.restore import Restored, restore
 
 _JOIN_TIMEOUT = timedelta(minutes=30)  # members reach their first boundary at their own pace
@@ -172,7 +173,8 @@ class Checkpointer:
             rank=self._rank, world_size=self._world_size,
             schedule=Schedule(context, self._start, time.time(), self._durable_busy),
             connect=self._connect, join_peers=self._join_peers,
-            on_commit=self._progress.committed, on_problem=self._stopped,
+            on_commit=self._progress.committed, on_problem=self._stopped, neighbours=self._neighbours(),
+            node=context.node_rank, local_world_size=self._local_world_size, on_parted=self._parted,
         )  # fmt: skip
         if found is not None:
             self._committer.submit(Job(found.iteration, found.slot, found.manifest, restored=True))
@@ -198,7 +200,9 @@ class Checkpointer:
         if committer.problem is not None or self._iteration < record.next_iteration:
             return
         self._progress.update(phase="snapshot")
-        slot = self._snapshotter.snapshot(self._iteration, keep=record.iteration, hold=record.next_durable)
+        slot = self._snapshotter.snapshot(
+            self._iteration, keep=record.iteration, hold=record.next_durable, borrowing=committer.borrowing
+        )
         committer.submit(Job(self._iteration, slot, self._snapshotter.manifest))
         self._progress.update(
             phase="training", snapshot=self._iteration, stall=time.perf_counter() - started,
@@ -241,6 +245,25 @@ class Checkpointer:
         if peers is None:
             return None
         return Exchange(peers, self._paths, round=context.round, timeout=_JOIN_TIMEOUT)
+
+    def _neighbours(self) -> Neighbours | None:
+        if self._local_world_size < 2:
+            return None
+        first = self._rank - self._local_rank
+        return Neighbours(self._paths, owner=self._rank, owners=range(first, first + self._local_world_size))
+
+    def _parted(self, iteration: int, names: tuple[str, ...], void: bool) -> None:
+        """Ranks of this node held these tensors alike, and do not any more."""
+        self._progress.event("replicas_disagree", iteration=iteration, tensors=list(names[:20]), void=void)
+        if self._local_rank:
+            return  # one line for the node
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        last = self._rank + self._local_world_size - 1
+        say(
+            f"warning: ranks {self._rank} to {last} held {names[0]!r}{more} alike and differ there since iteration "
+            f"{iteration}: silent data corruption, unless the script lets its ranks go apart (from here on each rank's "
+            "own is kept)"
+        )
 
     def _stopped(self, reason: str) -> None:
         self._progress.event("snapshots_stopped", iteration=self._iteration, reason=reason)

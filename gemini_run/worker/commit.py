@@ -4,6 +4,9 @@ Group commit: each rank counts itself in the round's store once its own slot and
 complete; the last one publishes the record that rank 0 wrote, so one message tells everybody both that the
 iteration is safe and which one is next. A rank always keeps its newest committed slots and writes only into
 others, so at any moment there is an iteration that is complete everywhere.
+
+Before that the ranks of a node compare what they hold (`worker.neighbours`). Where that leaves one rank's slot
+without a copy of something, the iteration is *void*: every rank goes on, and the one before stays the newest.
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ from gemini_run.wire import (
     key_commit,
     key_commit_count,
     key_commit_record,
+    key_commit_void,
+    key_node_count,
+    key_node_done,
 )
+from gemini_run.worker.neighbours import Borrowing, Neighbours
 
 #: How long this rank waits for the others to reach an iteration. As long as c10d's own collectives wait: one
 #: rank may evaluate for minutes while the others are done with the step.
@@ -90,16 +97,21 @@ class Committer:
 
     Attributes:
         record: of the newest committed iteration; says what comes next.
+        borrowing: what the next snapshot need not copy.
         problem: why checkpointing stopped, None while it works.
     """
 
     def __init__(
         self, *, rank: int, world_size: int, schedule: Schedule, connect: Callable[[], dist.Store],
         join_peers: Callable[[dist.Store], Exchange | None], on_commit: Callable[[int], None],
-        on_problem: Callable[[str], None],
+        on_problem: Callable[[str], None], neighbours: Neighbours | None = None, node: int = 0,
+        local_world_size: int = 1, on_parted: Callable[[int, tuple[str, ...], bool], None] = lambda *_: None,
     ) -> None:  # fmt: skip
         """
         Args:
+            neighbours: the ranks of this node, None if this one is alone; `node` is the node's rank.
+            on_parted: called, on the commit thread, with an iteration at which ranks of this node no longer hold
+                alike what they did, the tensors' names, and whether the iteration is void here.
             connect: opens this thread's own connection to the round's store.
             join_peers: forms the checkpoint process group (blocks for the other members).
             on_commit: called with each committed iteration, on the commit thread.
@@ -112,10 +124,16 @@ class Committer:
         self._join_peers = join_peers
         self._on_commit = on_commit
         self._on_problem = on_problem
+        self._neighbours = neighbours
+        self._node = node
+        self._local_world_size = local_world_size
+        self._on_parted = on_parted
         self._changed = threading.Condition()
         self._job: Job | None = None
         self._closing = False
+        self._agreed: int | None = None  # the newest iteration whose keys are in the store
         self.record = schedule.first
+        self.borrowing: Borrowing | None = None
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._main, name="gemini-commit", daemon=True)
         self._thread.start()
@@ -159,10 +177,9 @@ class Committer:
                 self.problem = str(error).split("\n", 1)[0] or type(error).__name__
                 self._changed.notify_all()
             self._on_problem(self.problem)
-            return
         if store is not None:
             try:
-                store.add(KEY_LEFT, 1)
+                store.add(KEY_LEFT, 1)  # after a problem as well: the others would wait for this rank
             except RuntimeError:
                 pass  # the round is over and its store gone: nobody is left to wait for this rank
 
@@ -176,38 +193,74 @@ class Committer:
         if not header.sealed:
             job.slot.seal(job.manifest, header)
             header = job.slot.header()
+        void = lacking = False
+        borrowing = None
+        if store is not None and self._neighbours is not None:
+            self._meet_neighbours(job.iteration, store)
+            verdict = self._neighbours.compare(job.slot, header, job.manifest)
+            lacking, borrowing = verdict.void, verdict.borrowing
+            if lacking:
+                header = dataclasses.replace(header, sequence=0)  # for the peers: there is nothing to have
+            if verdict.parted:
+                self._on_parted(job.iteration, verdict.parted, lacking)
         if exchange is not None and job.restored:
             exchange.renew(job.slot, header, job.manifest)
         elif exchange is not None:
-            exchange.run(job.slot, header, job.manifest, keep=self.record.iteration)
+            void = exchange.run(job.slot, header, job.manifest, keep=self.record.iteration).void
         job.slot.unlock()
         if store is None:
             record = self._schedule.after(job.iteration, time.time())
         else:
-            record = self._agree(job.iteration, store)
+            record = self._agree(job.iteration, store, void=void or lacking)
+        if lacking:  # only now: until all have agreed the neighbours read its checksums
+            job.slot.refuse()
         with self._changed:
             self.record = record
+            self.borrowing = borrowing
             self._job = None
             self._changed.notify_all()
-        self._on_commit(job.iteration)
+        if record.iteration == job.iteration:
+            self._on_commit(job.iteration)
 
-    def _agree(self, iteration: int, store: dist.Store) -> CommitRecord:
+    def _meet_neighbours(self, iteration: int, store: dist.Store) -> None:
+        """Wait until the slot of every rank of this node is complete at `iteration`."""
+        done = key_node_done(self._node, iteration)
+        if store.add(key_node_count(self._node, iteration), 1) == self._local_world_size:
+            store.set(done, "")
+        else:
+            self._wait_for(done, iteration, store)
+
+    def _agree(self, iteration: int, store: dist.Store, *, void: bool) -> CommitRecord:
         if self._rank == 0:
             # Before counting: whoever counts last finds the record there.
             store.set(key_commit_record(iteration), self._schedule.after(iteration, time.time()).to_json())
+        if void:  # before counting, too
+            store.add(key_commit_void(iteration), 1)
         if store.add(key_commit_count(iteration), 1) == self._world_size:
-            record = store.get(key_commit_record(iteration))
-            store.set(key_commit(iteration), record.decode())
+            record = CommitRecord.from_json(store.get(key_commit_record(iteration)))
+            if store.add(key_commit_void(iteration), 0) > 0:
+                record = dataclasses.replace(record, iteration=self.record.iteration)
+            store.set(key_commit(iteration), record.to_json())
         else:
             self._wait_for(key_commit(iteration), iteration, store)
-            record = store.get(key_commit(iteration))
+            record = CommitRecord.from_json(store.get(key_commit(iteration)))
+        self._forget(iteration, store)
+        return record
+
+    def _forget(self, iteration: int, store: dist.Store) -> None:
+        """Remove the keys of the iteration that was agreed on before this one: all have read them, having counted
+        themselves since."""
+        previous, self._agreed = self._agreed, iteration
+        if previous is None or previous == iteration:
+            return
+        keys = []
         if self._rank == 0:
-            # Everybody has read the record before last: they have counted themselves since.
-            previous = self.record.iteration
-            if previous != iteration:  # as it is for the restored one, which others may be reading now
-                for key in (key_commit_count(previous), key_commit_record(previous), key_commit(previous)):
-                    store.delete_key(key)
-        return CommitRecord.from_json(record)
+            keys += [key_commit_count(previous), key_commit_record(previous), key_commit(previous)]
+            keys += [key_commit_void(previous)]
+        if self._neighbours is not None and self._neighbours.first:
+            keys += [key_node_count(self._node, previous), key_node_done(self._node, previous)]
+        for key in keys:
+            store.delete_key(key)
 
     def _wait_for(self, key: str, iteration: int, store: dist.Store) -> None:
         started = time.monotonic()
@@ -220,7 +273,7 @@ class Committer:
             counted = store.add(key_commit_count(iteration), 0)
             if store.add(KEY_LEFT, 0) > 0 and not store.check([key]):
                 raise PeerLost(
-                    f"another rank ended before iteration {iteration} "
+                    f"another rank ended, or stopped taking snapshots, before iteration {iteration} "
                     f"({counted} of {self._world_size} ranks reached it)"
                 )
             if time.monotonic() - started > PATIENCE_SECONDS:

@@ -30,6 +30,13 @@ class Source:
     offset: int
     length: int
     dense: bool
+    _bytes: tuple[int, memoryview] | None = None
+
+    def bytes(self) -> memoryview:
+        """The tensor's memory, of a dense tensor on the CPU. Valid while the tensor lives."""
+        if self._bytes is None or self._bytes[0] != self.pointer:
+            self._bytes = (self.pointer, bytes_at(self.pointer, self.length))
+        return self._bytes[1]
 
 
 def dtensor_of(tensor: torch.Tensor) -> Any | None:
@@ -206,6 +213,11 @@ class PayloadReader:
         else:
             with torch.no_grad():
                 live.detach().copy_(self.fresh(index))
+
+
+def bytes_at(address: int, length: int) -> memoryview:
+    """`length` bytes of memory at `address`, which the caller keeps alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
 
 
 def address_of(view: memoryview) -> int:

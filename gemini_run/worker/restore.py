@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.memory.segment import scan_slots
+from gemini_run.memory.settle import fill
 from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
@@ -39,6 +40,9 @@ def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, 
     started = time.perf_counter()
     slot, index = _open(paths, owner, iteration)
     try:
+        header = slot.header()
+        if header.borrowed:
+            fill(slot, header, slot.manifest(header))
         header, manifest = slot.verify()
         saved, static, dynamic = unpack_objects(slot.objects(header))
         if saved != iteration:

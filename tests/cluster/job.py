@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that an iteration takes longer")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--save-each", type=Path, help="folder for this rank's state after every iteration")
+    parser.add_argument("--diverge", type=int, help="iteration in which rank 1 alone changes one weight")
     parser.add_argument("--die", default="")
     parser.add_argument("--hang", type=int)
     args = parser.parse_args()
@@ -70,6 +71,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
+        if step + 1 == args.diverge and rank == 1:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] += 1.0
         log["losses"].append(loss.item())
         if args.save_each:
             save(
@@ -104,27 +108,30 @@ def local(state: Any) -> Any:
 def die_in(place: str, iteration: int) -> None:
     """Arrange this process's end."""
     from gemini_run.peers.transport import Exchange
+    from gemini_run.worker import capture
     from gemini_run.worker.capture import Snapshotter
 
-    copy, snapshot, bodies = Snapshotter._copy, Snapshotter.snapshot, Exchange._bodies
+    copy, snapshot, bodies = capture._copy_and_check, Snapshotter.snapshot, Exchange._bodies
     now: list[int] = []
 
     def counted(self: Any, number: int, **kwargs: Any) -> Any:
         now[:] = [number]
         return snapshot(self, number, **kwargs)
 
-    def half(self: Any, sources: Any, *rest: Any) -> None:
+    def half(sources: Any, base: int, lenders: Any) -> list[int]:
         if place == "copy" and now == [iteration]:
-            copy(self, sources[: len(sources) // 2], *rest)
+            some = len(sources) // 2
+            copy(sources[:some], base, lenders[:some])
             os.kill(os.getpid(), signal.SIGKILL)
-        copy(self, sources, *rest)
+        return copy(sources, base, lenders)
 
     def cut(self: Any, slot: Any, header: Any, placed: Any) -> None:
         if place == "exchange" and header.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
         bodies(self, slot, header, placed)
 
-    Snapshotter.snapshot, Snapshotter._copy, Exchange._bodies = counted, half, cut  # type: ignore[method-assign]
+    Snapshotter.snapshot, Exchange._bodies = counted, cut  # type: ignore[method-assign]
+    capture._copy_and_check = half
 
 
 def hang_in(iteration: int) -> None:

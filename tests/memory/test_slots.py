@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gemini_run.errors import FormatVersionError, MemoryFull, ReplicaCorrupt
+from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import (
     HEADER_BYTES,
     SLOT_VERSION,
@@ -20,7 +21,6 @@ from gemini_run.memory.slots import (
     SlotHeader,
     build_header,
     layout,
-    seal_file,
     set_file_hold,
 )
 from gemini_run.plan.manifest import Manifest
@@ -119,7 +119,7 @@ def test_a_commit_outlives_its_writer(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], check=False)
-    header = seal_file(path)
+    header = settle_file(path)
     assert header.iteration == 5 and header.sealed
     assert verify(path) == header
 
@@ -209,8 +209,8 @@ def test_unsealed_slot_is_complete_and_can_be_sealed_later(tmp_path: Path) -> No
     header = write_slot(path, iteration=3, tensors=TENSORS, seal=False)
     assert header.complete and not header.sealed
     assert not verify(path).sealed
-    sealed = seal_file(path)
-    assert sealed.sealed and seal_file(path) == sealed
+    sealed = settle_file(path)
+    assert sealed.sealed and settle_file(path) == sealed
     flip(path, sealed.payload_offset)
     with pytest.raises(ReplicaCorrupt, match="fails its checksum"):
         verify(path)
@@ -219,7 +219,7 @@ def test_unsealed_slot_is_complete_and_can_be_sealed_later(tmp_path: Path) -> No
 def test_seal_refuses_a_torn_slot(path: Path) -> None:
     Slot(path, writable=True).begin()
     with pytest.raises(ReplicaCorrupt, match="torn"):
-        seal_file(path)
+        settle_file(path)
 
 
 def test_writing_again_unseals_first(path: Path) -> None:

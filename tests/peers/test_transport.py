@@ -1,7 +1,8 @@
-"""What is sent between two ranks and what is copied from the own slot: the replica is whole and equal either way."""
+"""What is sent between two ranks and what is borrowed from the own slot: the replica can be had whole either way."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from gemini_run.errors import GeminiError
 from gemini_run.memory.segment import scan_slots
+from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers import transport
 from gemini_run.peers.group import Peers, form
@@ -61,7 +63,7 @@ class Pair:
             write_slot(path, iteration=iteration, tensors=tensors, owner=rank, world_size=2, manifest=manifest)
             slot = Slot(path, writable=True)
             try:
-                return self.exchanges[rank].run(slot, slot.header(), manifest, keep=iteration - 1)
+                return self.exchanges[rank].run(slot, slot.header(), manifest, keep=iteration - 1).bytes
             finally:
                 slot.close()
 
@@ -79,6 +81,7 @@ class Pair:
             for owner in range(2):
                 here = [i for i in scan_slots(paths) if i.usable and i.header and i.header.owner == owner]
                 [path] = [i.path for i in here if i.header and i.header.iteration == iteration]
+                settle_file(path)
                 slot = Slot(path)
                 header, manifest = slot.verify()
                 payload = slot.payload(header)
@@ -136,6 +139,28 @@ def test_any_mixture_arrives_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
         right[f"only{iteration}"] = noise(1, 100)
         pair.exchange(iteration, (left, right))
         pair.check(iteration, (left, right))
+
+
+def test_a_void_slot_is_not_sent_and_nothing_is_borrowed_from_it(pair: Pair) -> None:
+    states = ({"w": noise(1, 50_000)}, {"w": noise(1, 50_000)})
+    pair.exchange(1, states)
+    traffic = []
+
+    def one(rank: int) -> int:
+        path = pair.paths[rank].slot(rank, 0)
+        write_slot(path, iteration=2, tensors=states[rank], owner=rank, world_size=2)
+        slot = Slot(path, writable=True)
+        header = slot.header()
+        told = dataclasses.replace(header, sequence=0) if rank == 0 else header
+        traffic.append((rank, pair.exchanges[rank].run(slot, told, slot.manifest(header), keep=1)))
+        slot.close()
+        return 0
+
+    pair.both(one)
+    assert sorted((rank, t.void, t.bytes >= 50_000) for rank, t in traffic) == [(0, False, True), (1, True, False)]
+    assert [sorted(held(pair.paths[1 - owner], owner)) for owner in (0, 1)] == [[1], [1, 2]]
+    pair.exchange(3, states)
+    pair.check(3, states)
 
 
 def test_the_manifest_goes_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +223,7 @@ def renew(pair: Pair, iteration: int) -> list[int]:
         slot = Slot(path, writable=True)
         try:
             header = slot.header()
-            return pair.exchanges[rank].renew(slot, header, slot.manifest(header))
+            return pair.exchanges[rank].renew(slot, header, slot.manifest(header)).bytes
         finally:
             slot.close()
 
