@@ -60,6 +60,8 @@ class Settings:
         durable_keep: committed checkpoints kept in the durable tier.
         durable_timeout: seconds to wait at the end of a run for the last upload.
         require_checkpoint: fail where no checkpoint is found.
+        shrink_after: seconds that a job of ``--nnodes MIN:MAX`` waits for a lost node's replacement before it goes on
+            with fewer.
         zygote: fork workers from a pre-imported process.
         debug: tracebacks of gemini-run's own errors.
     """
@@ -72,6 +74,7 @@ class Settings:
     durable_keep: int = 2
     durable_timeout: float = 300.0
     require_checkpoint: bool = False
+    shrink_after: float = 10.0
     zygote: bool = True
     debug: bool = False
 
@@ -85,8 +88,15 @@ class Settings:
         if not self.durable_timeout >= 0:  # NaN is neither
             raise ConfigError(f"--durable-timeout {self.durable_timeout:g}: seconds, 0 or more")
 
+        if not self.shrink_after >= 0:
+            raise ConfigError(f"--shrink-after {self.shrink_after:g}: seconds, 0 or more")
+
+    def copies_among(self, num_nodes: int) -> int:
+        """m for a round of `num_nodes` nodes: fewer than asked for where the job has shrunk below that."""
+        return min(self.replicas or 2, num_nodes)
+
     def replicas_for(self, num_nodes: int) -> int:
-        """m for a job of `num_nodes` nodes. Raises: ConfigError where more copies than nodes are asked."""
+        """m for a job of at most `num_nodes` nodes. Raises: ConfigError where more copies than nodes are asked."""
         if self.replicas is None:
             return min(2, num_nodes)
         if self.replicas > num_nodes:
@@ -107,6 +117,7 @@ _CONVERT: Mapping[str, Any] = {
     "durable_keep": lambda v: _integer(v),
     "durable_timeout": lambda v: _number(v),
     "require_checkpoint": lambda v: _boolean(v),
+    "shrink_after": lambda v: _number(v),
     "zygote": lambda v: _boolean(v),
     "debug": lambda v: _boolean(v),
 }

@@ -45,6 +45,10 @@ class PeerLost(GeminiError):
     """Another node did not answer, or ended, while something was expected of it."""
 
 
+class CallerLate(PeerLost):
+    """Another node refused what this one sent: it is of a round that is over there."""
+
+
 class DurableError(GeminiError):
     """The durable tier (S3 or a directory) cannot be used: unreachable, not writable, no such bucket."""
 

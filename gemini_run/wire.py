@@ -223,4 +223,5 @@ class WorkerContext:
 
 HTTP_SLOT = "/v1/slots/{owner}/{iteration}"  #: GET with Range: raw bytes of a complete slot file
 HTTP_RPC = "/v1/rpc/{name}"  #: POST JSON -> JSON
+HTTP_GENERATION = "Gemini-Generation"  #: header: round of the caller; one older than the server's is refused
 HTTP_WATCH = "/v1/watch"  #: GET: a stream that ends when the agent does

@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -188,6 +188,14 @@ class GeminiAgent(LocalElasticAgent):
         self.fatal: GeminiError | None = None  #: what a worker said that no restart can mend
         self._finished: RunResult | None = None  #: this node's workers succeeded; peers may still train
         self._restarting = False
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        try:
+            result: RunResult = super()._invoke_run(role)
+            return result
+        except SignalException:
+            self._rendezvous_handler.leave()  # before the workers are stopped: that may take its time
+            raise
 
     # --- starting ----------------------------------------------------------------------------------
 

@@ -227,6 +227,7 @@ class _Node:
             etcd_rendezvous.register()
             inner = rendezvous_registry.get_rendezvous_handler(parameters)
         self._rendezvous = rendezvous.wrap(inner, runtime, config.nproc_per_node)
+        self._rendezvous.on_spare = self._on_spare
         self._persister = Persister(runtime, self._rendezvous)
         self._reporter = Reporter(runtime, self._rendezvous, self._state, self._persister)
         spec = WorkerSpec(
@@ -257,6 +258,11 @@ class _Node:
 
     def _on_round(self) -> None:
         self._persister.on_round()
+        self._reporter.poke()
+
+    def _on_spare(self, spare: bool) -> None:
+        self._state.phase = "spare" if spare else "rendezvous"
+        self._state.workers = {}
         self._reporter.poke()
 
     @contextlib.contextmanager

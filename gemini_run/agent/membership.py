@@ -1,7 +1,8 @@
 """The one place that touches private parts of torch's DynamicRendezvousHandler. A test pins what it relies on.
 
-What it adds: fast polling, dead members removed at once, and a look at who is a member now. All calls come from
-the agent's main thread; the handler's keep-alive thread is kept out by the handler's own lock.
+What it adds: fast polling, dead members removed at once, a look at who is a member now, and rules of ours for who
+joins and when a round begins (`plan.formation`). All calls come from the agent's main thread; the handler's keep-alive
+thread is kept out by the handler's own lock.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from gemini_run.agent.etcd_rendezvous import EtcdBackend
+from gemini_run.plan.formation import PLACE_SECONDS, Before, Forming, may_begin
 
 POLL_SECONDS = 0.02  #: between looks at the shared state while waiting in it; torch's own is 1 s
 KEEP_ALIVE = timedelta(seconds=1)  #: times 3 attempts: how long an unwatched dead member blocks others
@@ -27,15 +29,106 @@ _ENDING_SECONDS = 2.0
 _TORCH_KEEP_ALIVE = timedelta(seconds=5)  #: torch's default: the user set nothing
 _EVICT_ATTEMPTS = 20
 
-_waiting = threading.local()  #: .hook: called by this thread while it waits inside torch's rendezvous
+_waiting = threading.local()  #: .joining: the Joining of this thread while it is inside torch's rendezvous
 
 
 def _short_delay(seconds: float | tuple[float, float]) -> None:
     """In the place of torch's `_delay`: its one second per poll is most of a recovery's time."""
-    hook: Callable[[], None] | None = getattr(_waiting, "hook", None)
-    if hook is not None:
-        hook()
+    joining: Joining | None = getattr(_waiting, "joining", None)
+    if joining is not None:
+        joining.look()
     time.sleep(min(POLL_SECONDS, seconds if isinstance(seconds, (int, float)) else seconds[1]))
+
+
+class _JoinOp(dynamic_rendezvous._RendezvousJoinOp):
+    """In the place of torch's: the same, but where `Joining` decides otherwise."""
+
+    def __call__(self, ctx: Any, deadline: float) -> Any:
+        joining: Joining | None = getattr(_waiting, "joining", None)
+        action = joining.decide(ctx, deadline) if joining is not None else None
+        return super().__call__(ctx, deadline) if action is None else action
+
+
+class Joining:
+    """One node's way into the next round.
+
+    torch's own rule lets spares take the places of nodes that only re-form, waits its last call (30 s) whenever a job
+    of MIN:MAX is not full, and has a node that came too late ask all others to re-form for ever.
+
+    Args:
+        before: what this node remembers of the round before, asked at each look; None if it was not in it.
+        look: called at each poll.
+        shrink_after: seconds; see `may_begin`.
+        on_spare: called when this node becomes a spare (True), and when it no longer is one.
+    """
+
+    def __init__(
+        self,
+        *,
+        before: Callable[[], Before] | None,
+        look: Callable[[], None],
+        shrink_after: float,
+        on_spare: Callable[[bool], None],
+    ) -> None:
+        self.look = look
+        self._before = before
+        self._shrink_after = shrink_after
+        self._on_spare = on_spare
+        self._began = time.monotonic()
+        self._spare = False
+        self._free_since: float | None = None
+
+    def decide(self, ctx: Any, deadline: float) -> Any:
+        """torch's next action, or None to leave it to torch. Called between a read and a write of the state."""
+        state, me = ctx.state, repr(ctx.node)
+        forming = Forming(
+            frozenset(map(repr, state.participants)), frozenset(map(repr, state.wait_list)),
+            ctx.settings.min_nodes, ctx.settings.max_nodes,
+        )  # fmt: skip
+        if state.closed:
+            return None
+        if me in forming.joined:
+            self._tell(False)
+            return None if state.complete or time.monotonic() > deadline else self._begin(ctx, forming)
+        full = state.complete and len(forming.joined) >= forming.most
+        if ctx.node not in state.redundancy_list:
+            if (full and me in forming.coming) or (self._before is None and not forming.place_for(me)):
+                state.wait_list.discard(ctx.node)  # there it would have all others re-form
+                return dynamic_rendezvous._Action.ADD_TO_REDUNDANCY_LIST
+            return None
+        if forming.place_for(me):
+            self._free_since = self._free_since or time.monotonic()
+            if time.monotonic() - self._free_since >= PLACE_SECONDS:
+                self._tell(False)
+                return dynamic_rendezvous._Action.REMOVE_FROM_REDUNDANCY_LIST
+        else:
+            self._free_since = None
+            self._tell(True)
+        return _hold(ctx)
+
+    def _begin(self, ctx: Any, forming: Forming) -> Any:
+        state, settings = ctx.state, ctx.settings
+        if self._before is not None:
+            waited = time.monotonic() - self._began
+            limit = settings.timeout.last_call.total_seconds()
+            if may_begin(forming, self._before(), waited=waited, shrink_after=self._shrink_after, limit=limit):
+                return dynamic_rendezvous._Action.MARK_RENDEZVOUS_COMPLETE
+            return _hold(ctx)
+        if state.round == 0 or state.deadline is None:
+            return None
+        # Those who were in the round before know whom to wait for: torch's rule is for the case that none is left.
+        left_to_others = state.deadline + timedelta(seconds=self._shrink_after)
+        return _hold(ctx) if datetime.now(timezone.utc) < left_to_others else None
+
+    def _tell(self, spare: bool) -> None:
+        if spare != self._spare:
+            self._spare = spare
+            self._on_spare(spare)
+
+
+def _hold(ctx: Any) -> Any:
+    action = dynamic_rendezvous._Action
+    return action.KEEP_ALIVE if dynamic_rendezvous._should_keep_alive(ctx) else action.SYNC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +157,7 @@ class Membership:
 
     def _tune(self) -> None:
         dynamic_rendezvous._delay = _short_delay
+        dynamic_rendezvous._RendezvousJoinOp = _JoinOp  # type: ignore[misc]
         handler = self._handler
         holder: Any = handler._state_holder
         holder._cache_duration = 0
@@ -129,16 +223,16 @@ class Membership:
         return set()  # others change it all the time: the next look tries again
 
     @contextmanager
-    def while_waiting(self, hook: Callable[[], None]) -> Iterator[None]:
-        """Call `hook` at each poll while this thread waits inside the handler. It may call `evict_unlocked`."""
-        _waiting.hook = hook
+    def joining(self, joining: Joining) -> Iterator[None]:
+        """Let `joining` decide while this thread is inside the handler. Its `look` may call `evict_unlocked`."""
+        _waiting.joining = joining
         try:
             yield
         finally:
-            _waiting.hook = None
+            _waiting.joining = None
 
     def evict_unlocked(self, names: set[str]) -> set[str]:
-        """`evict` from a hook: the handler's keep-alive thread is stopped while it waits for others."""
+        """`evict` from a look: the handler's keep-alive thread is stopped while it waits for others."""
         return self._evict(names)
 
     def give_up(self) -> None:

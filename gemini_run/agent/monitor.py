@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.agent.server import FINISHED, LEFT
-from gemini_run.plan.health import Observation, patience, verdict
+from gemini_run.plan.health import STALL_SECONDS, Observation, awake_since, patience, verdict
 from gemini_run.wire import HTTP_WATCH
 
 OnLost = Callable[[PeerNode, str], None]
@@ -30,28 +30,64 @@ class Monitor:
     def __init__(self, on_lost: OnLost, clock: Callable[[], float] = time.monotonic) -> None:
         self._on_lost = on_lost
         self._clock = clock
+        self._pulse = _Pulse(clock)
         self._watches: dict[PeerNode, _Watch] = {}
 
     def watch(self, peers: Sequence[PeerNode]) -> None:
         """Watch exactly these from now on. One that is watched already, and well, stays so."""
+        self._pulse.keep(bool(peers))
         for peer, watch in list(self._watches.items()):
             if peer not in peers or not watch.running:
                 watch.stop()
                 del self._watches[peer]
         for peer in peers:
             if peer not in self._watches:
-                watch = self._watches[peer] = _Watch(peer, self._on_lost, self._clock)
+                watch = self._watches[peer] = _Watch(peer, self._on_lost, self._clock, self._pulse)
                 watch.start()
 
     def stop(self) -> None:
         self.watch(())
 
 
+class _Pulse:
+    """Knows since when this process has been running without a break (SIGSTOP, a stalled machine)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._awake = self._tick = clock()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, running: bool) -> None:
+        """Run from now on, or no longer."""
+        if running and self._thread is None:
+            self._stopped.clear()
+            self._awake = self._tick = self._clock()
+            self._thread = threading.Thread(target=self._main, name="gemini-pulse", daemon=True)
+            self._thread.start()
+        elif not running and self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self._thread = None
+
+    def awake_since(self) -> float:
+        with self._lock:
+            now = self._clock()
+            self._awake, self._tick = awake_since(self._awake, self._tick, now), now
+            return self._awake
+
+    def _main(self) -> None:
+        while not self._stopped.wait(STALL_SECONDS / 4):
+            self.awake_since()
+
+
 class _Watch:
-    def __init__(self, peer: PeerNode, on_lost: OnLost, clock: Callable[[], float]) -> None:
+    def __init__(self, peer: PeerNode, on_lost: OnLost, clock: Callable[[], float], pulse: _Pulse) -> None:
         self._peer = peer
         self._on_lost = on_lost
         self._clock = clock
+        self._pulse = pulse
         self._stopped = threading.Event()
         self._socket: socket.socket | None = None
         self._thread = threading.Thread(target=self._main, name=f"gemini-watch-{peer.node_id}", daemon=True)
@@ -78,6 +114,8 @@ class _Watch:
             seen = self._listen(seen)
             if seen is _ORDERLY:
                 return
+            # Not heard while this process itself was stopped: it gets the whole time once more.
+            seen = dataclasses.replace(seen, last_heard=max(seen.last_heard, self._pulse.awake_since()))
             cause = verdict(seen, self._clock())
             if cause is not None:
                 if not self._stopped.is_set():

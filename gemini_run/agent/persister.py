@@ -15,11 +15,12 @@ from typing import Any
 
 from gemini_run.agent.persist_node import Message, NodePart, decode_stored
 from gemini_run.agent.runtime import NodeRuntime, RoundInfo
+from gemini_run.agent.server import AgentServer
 from gemini_run.agent.server import call as http_call
 from gemini_run.durable.checkpoint import newest_committed, prune, remove, remove_partial
 from gemini_run.durable.tier import DurableTier, open_tier
 from gemini_run.durable.upload import Stored, commit
-from gemini_run.errors import DurableError, GeminiError, PeerLost
+from gemini_run.errors import CallerLate, DurableError, GeminiError, PeerLost
 from gemini_run.memory.segment import read_beacons
 from gemini_run.plan.manifest import Manifest
 from gemini_run.plan.persist import Assignment, Shard, assign
@@ -28,6 +29,7 @@ from gemini_run.terminal import say
 
 POLL = 0.2  #: seconds between looks at the slots' headers
 CALL_TIMEOUT = 120.0  #: seconds a peer has to answer; sealing a big slot takes some
+ROUND_PATIENCE = 2.0  #: seconds that the nodes of a round may differ in when they begin to form it
 RPC_COLLECT, RPC_UPLOAD, RPC_STATUS = "persist-collect", "persist-upload", "persist-status"
 RPC_RELEASE, RPC_WANT = "persist-release", "persist-want"
 
@@ -35,9 +37,24 @@ RPC_RELEASE, RPC_WANT = "persist-release", "persist-want"
 Call = Callable[[Any, str, Message], Message]  #: (peer, name, payload) -> answer; raises PeerLost
 
 
-def ask_over_http(peer: Any, name: str, payload: Message) -> Message:
-    """Ask the agent of `peer`. Raises: PeerLost."""
-    return http_call(peer, name, payload, peer.token, CALL_TIMEOUT)
+def ask_over_http(server: AgentServer) -> Call:
+    """Ask other agents, as the agent of `server` in its present round."""
+
+    def ask(peer: Any, name: str, payload: Message) -> Message:
+        end = time.monotonic() + ROUND_PATIENCE
+        while True:
+            generation = server.generation
+            stated = generation if generation >= 0 else None
+            try:
+                return http_call(peer, name, payload, peer.token, CALL_TIMEOUT, generation=stated)
+            except CallerLate:
+                # A moment ahead of this node, which is about to form the same round; or this node is left behind.
+                while server.generation == generation:
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(POLL / 4)
+
+    return ask
 
 
 class Persister:
@@ -53,20 +70,20 @@ class Persister:
         runtime: NodeRuntime,
         rendezvous: Any,
         *,
-        call: Call = ask_over_http,
+        call: Call | None = None,
         tier: DurableTier | None = None,
     ) -> None:
         """
         Args:
             rendezvous: its ``round`` is the present RoundInfo, None before the first.
-            call: asks another agent.
+            call: asks another agent; default: over HTTP.
             tier: default: the one that the settings name.
 
         Raises: ConfigError for a location that cannot be one.
         """
         self._runtime = runtime
         self._rendezvous = rendezvous
-        self._call = call
+        self._call = call or ask_over_http(runtime.server)
         location = runtime.settings.durable
         self._tier = tier or (open_tier(location) if location else None)
         self.failures = 0
@@ -119,6 +136,9 @@ class Persister:
             success: False where the job was ended by a signal or has failed.
         """
         if self._tier is None or self._thread is None:
+            return
+        if self._rendezvous.round is None:  # left behind by the others, or a spare
+            self.close()
             return
         newest = self._newest_here()
         if newest is not None and not self._is_durable(newest):
@@ -251,6 +271,7 @@ class Persister:
         assert self._tier is not None, "no tier"
         started = time.monotonic()
         durable: int | None = None
+        late = False
         try:
             size = self._persist(iteration, present)
             durable = self._made = iteration
@@ -263,6 +284,7 @@ class Persister:
         except Exception as error:  # noqa: BLE001 - an attempt's top: training goes on without this checkpoint
             self._failed = iteration
             self.failures += 1
+            late = isinstance(error, CallerLate)
             cause = str(error) if isinstance(error, GeminiError) else repr(error)
             say(
                 f"durable checkpoint of iteration {iteration} failed ({self.failures} in a row), the next "
@@ -273,20 +295,22 @@ class Persister:
             self._release(iteration, durable, present)
             with self._changed:
                 self._changed.notify_all()
-        self._tidy(durable)
+        if not late:  # else the tier is another root's to tidy, and its upload may be under way
+            self._tidy(durable)
 
     def _persist(self, iteration: int, present: RoundInfo) -> int:
         """The two phases. Returns: bytes stored."""
         assert self._tier is not None, "no tier"
         ranks = _ranks(present)
-        remove_partial(self._tier)
-        remove(self._tier, iteration)  # of a time line that the job left: never half old, half new
         shards: dict[int, Shard] = {}
         for peer, own in zip(present.nodes, ranks, strict=True):
             answer = self._ask(peer, RPC_COLLECT, {"iteration": iteration, "ranks": list(own)})
             for rank, part in answer["ranks"].items():
                 manifest = Manifest.from_json(part["manifest"].encode())
                 shards[int(rank)] = Shard(manifest, tuple(part["checksums"]))
+        # Only now: a node that its peers have left behind (frozen, say) was refused above, and touches nothing.
+        remove_partial(self._tier)
+        remove(self._tier, iteration)  # of a time line that the job left: never half old, half new
         assignment = assign(shards)
         for node_rank, (peer, own) in enumerate(zip(present.nodes, ranks, strict=True)):
             self._ask(peer, RPC_UPLOAD, _orders(assignment, iteration, node_rank, own))

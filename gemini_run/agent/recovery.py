@@ -320,7 +320,7 @@ class Recovery:
     def _pull(self, plan: RecoveryPlan, fetch: Fetch) -> None:
         peer = self._nodes[fetch.from_node]
         began = time.monotonic()
-        source = Source(peer.host, peer.port, peer.token)
+        source = Source(peer.host, peer.port, peer.token, generation=self._number)
         pulled = pull_slot(self._memory, fetch.owner, fetch.iteration, source)
         if not on_course(pulled.header.round, pulled.header.iteration, plan.history):
             pulled.path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,12 +27,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from gemini_run.agent.address import advertised_address, where
 from gemini_run.agent.exchange import Exchange, RoundBroken
-from gemini_run.agent.membership import Membership
+from gemini_run.agent.membership import Joining, Membership
 from gemini_run.agent.monitor import Monitor
 from gemini_run.agent.recovery import Outcome, Recovery
 from gemini_run.agent.runtime import NodeRuntime, PeerNode, RoundInfo
 from gemini_run.agent.server import call
 from gemini_run.errors import PeerLost
+from gemini_run.plan.formation import Before
 from gemini_run.plan.health import watch_targets
 from gemini_run.plan.recovery import assign_node_ranks
 from gemini_run.terminal import say
@@ -59,11 +60,13 @@ class GeminiRendezvous(RendezvousHandler):
     Attributes:
         round: the present one, None before the first.
         wake_fd: readable when this node must re-form; until `next_rendezvous` is called.
+        on_spare: called in `next_rendezvous`, when this node becomes a spare (True) and when it no longer is one.
     """
 
     def __init__(self, inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int) -> None:
         self.round: RoundInfo | None = None
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.on_spare: Callable[[bool], None] = lambda spare: None
         self._inner = inner
         self._runtime = runtime
         self._local_world_size = local_world_size
@@ -74,7 +77,7 @@ class GeminiRendezvous(RendezvousHandler):
         self._lost: set[str] = set()  # node ids that the monitor declared lost
         self._to_evict: set[str] = set()  # their names in the membership, until they are out
         self._reform_requested = -1  # newest round that a peer asked to leave
-        self._names: dict[str, str] = {}  # node id -> name in the membership
+        self._names: dict[str, str] = {}  # node id -> name in the membership, of those not known to be lost
         self._unreachable = False
         #: a cluster of etcd may get its majority back; a TCPStore is gone with its host
         self._may_return = self._membership is not None and self._membership.store_may_return
@@ -174,6 +177,10 @@ class GeminiRendezvous(RendezvousHandler):
                     target=self._ask_to_reform, args=(peer, present.number), name="gemini-announce", daemon=True
                 ).start()
 
+    def leave(self) -> None:
+        """This node is told to stop, the job goes on without it: tell the peers now, before its workers have ended."""
+        self._runtime.server.leave()
+
     def _store_is_gone(self, error: RendezvousConnectionError) -> None:
         first, self._unreachable = not self._unreachable, True
         self._ask_again_at = time.monotonic() + _ASK_AGAIN_SECONDS
@@ -204,7 +211,7 @@ class GeminiRendezvous(RendezvousHandler):
             memory_dir=str(self._runtime.memory.paths.root),
             store_host=present.store_host,
             store_port=present.store_port,
-            replicas=settings.replicas_for(present.num_nodes),
+            replicas=settings.copies_among(present.num_nodes),
             snapshot_interval=settings.snapshot_interval,
             durable_iterations=settings.durable_interval.iterations if durable else None,
             durable_seconds=settings.durable_interval.seconds if durable else None,
@@ -224,12 +231,15 @@ class GeminiRendezvous(RendezvousHandler):
         return {}
 
     def _on_lost(self, peer: PeerNode, cause: str) -> None:
+        with self._lock:
+            name = self._names.pop(peer.node_id, None)
+        if name is None:
+            return  # said of a round that this node is no longer in
         say(f"node {peer.node_id} ({peer.hostname}) is lost: {cause}")
         self._runtime.event("node_lost", peer=peer.node_id, hostname=peer.hostname, cause=cause)
         with self._lock:
             self._lost.add(peer.node_id)
-            if (name := self._names.get(peer.node_id)) is not None:
-                self._to_evict.add(name)
+            self._to_evict.add(name)
             os.eventfd_write(self.wake_fd, 1)
 
     def _wanted(self) -> bool:
@@ -241,7 +251,7 @@ class GeminiRendezvous(RendezvousHandler):
 
     def _ask_to_reform(self, peer: PeerNode, number: int) -> None:
         try:
-            call(peer, RPC_REFORM, {"round": number}, peer.token, _ANNOUNCE_SECONDS)
+            call(peer, RPC_REFORM, {"round": number}, peer.token, _ANNOUNCE_SECONDS, generation=number)
         except PeerLost:
             pass  # the monitor finds out by itself, or its workers fail too
 
@@ -251,9 +261,44 @@ class GeminiRendezvous(RendezvousHandler):
         with _private_store():
             if self._membership is None:
                 return self._inner.next_rendezvous()
-            self._evict(self._membership.evict)
-            with self._membership.while_waiting(lambda: self._evict(self._membership.evict_unlocked)):  # type: ignore[union-attr]
+            membership = self._membership
+            self._stand_down_if_replaced(membership)
+            self._evict(membership.evict)
+            joining = Joining(
+                before=self._before if self.round is not None else None,
+                look=lambda: self._evict(membership.evict_unlocked),
+                shrink_after=self._runtime.settings.shrink_after,
+                on_spare=self._on_spare,
+            )
+            with membership.joining(joining):
                 return self._inner.next_rendezvous()
+
+    def _before(self) -> Before:
+        with self._lock:
+            names = frozenset(self._names.values())
+        me = self._membership.me if self._membership else ""
+        return Before(self.round.num_nodes if self.round else 1, names - {me})
+
+    def _stand_down_if_replaced(self, membership: Membership) -> None:
+        """A node that its peers declared lost, and that lives (it was frozen, or cut off), comes back as a newcomer:
+        what it believes of the others is void, its rank may be another's."""
+        participants = membership.now().participants
+        if self.round is None or membership.me in participants or not participants:
+            return
+        with self._lock:
+            self._lost.clear()
+            self._to_evict.clear()
+            self._names.clear()
+        self._monitor.watch(())
+        say(f"the others went on without this node after round {self.round.number}: joining as a newcomer")
+        self._runtime.event("node_returned", round=self.round.number)
+        self.round = None
+
+    def _on_spare(self, spare: bool) -> None:
+        if spare:
+            say("all places are taken: waiting as a spare")
+        self._runtime.event("spare_waiting" if spare else "spare_called")
+        self.on_spare(spare)
 
     def _evict(self, evict: Any) -> None:
         with self._lock:
@@ -283,7 +328,9 @@ class GeminiRendezvous(RendezvousHandler):
         nodes = tuple(PeerNode(**s["node"]) for s in said)
         me = ranks[self._runtime.memory.node_id]
         number = 1 + max(s["round"] for s in said)
-        self._runtime.settings.replicas_for(len(nodes))  # ConfigError, before anything is moved
+        most = self._membership.max_nodes if self._membership else len(nodes)
+        self._runtime.settings.replicas_for(most)  # ConfigError, before anything is moved
+        self._runtime.server.generation = number
         # The run's token is the one of those who have been in it longest: it changes only if all are replaced.
         self._runtime.server.adopt(max(said, key=lambda s: (s["round"], -s["node_rank"]))["run_token"])
         with self._lock:

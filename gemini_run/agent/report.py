@@ -75,7 +75,8 @@ class Reporter:
 
     def snapshot(self) -> dict[str, Any]:
         """The report as it would be written now (JSON values). Raises: OSError if the memory cannot be read."""
-        runtime, state, present = self._runtime, self._state, self._rendezvous.round
+        runtime, state = self._runtime, self._state
+        present = self._rendezvous.round if state.phase != "spare" else None
         memory = runtime.memory
         infos = memory.scan()
         slots = [info for info in infos if info.usable and info.header]
@@ -87,7 +88,7 @@ class Reporter:
             "started_at": self._started_at,
             "updated_at": time.time(),
             "state": "recovering" if state.phase == "rendezvous" and present is not None else state.phase,
-            "round": present.number if present else state.round,
+            "round": present.number if present else None if state.phase == "spare" else state.round,
             "node_rank": present.node_rank if present else None,
             "num_nodes": present.num_nodes if present else None,
             "local_world_sizes": [node.local_world_size for node in present.nodes] if present else None,
@@ -188,7 +189,7 @@ def _address(present: RoundInfo | None) -> str | None:
 
 
 def _replicas(runtime: NodeRuntime, present: RoundInfo | None) -> int | None:
-    return runtime.settings.replicas_for(present.num_nodes) if present else None
+    return runtime.settings.copies_among(present.num_nodes) if present else None
 
 
 def _size(path: Any) -> int:

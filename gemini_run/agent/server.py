@@ -19,13 +19,13 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from gemini_run.agent.runtime import PeerNode
-from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
+from gemini_run.errors import CallerLate, GeminiError, PeerLost, ReplicaCorrupt
 from gemini_run.memory.segment import NodeMemory, SlotInfo
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.plan.health import HEARTBEAT_SECONDS
 from gemini_run.terminal import say
-from gemini_run.wire import HTTP_RPC, HTTP_SLOT, HTTP_WATCH
+from gemini_run.wire import HTTP_GENERATION, HTTP_RPC, HTTP_SLOT, HTTP_WATCH
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -50,6 +50,8 @@ class AgentServer:
         host, port: as bound. The host is "" for all interfaces.
         own_token: made here; callers may always present it. Peers learn it through the rendezvous.
         token: of the run, the same on all its nodes once they have met (`adopt`); accepted as well.
+        generation: number of the newest round that this node has begun to form, -1 before. What comes with an older
+            one is late and refused.
         finished: set once the job is over for everybody: peers that watch this node then take its end as
             orderly. Otherwise they re-form without it.
     """
@@ -58,6 +60,7 @@ class AgentServer:
         """Raises: OSError if `host` is no address of this machine."""
         self.own_token = self.token = secrets.token_hex(16)
         self._run_id = run_id
+        self.generation = -1
         self.finished = False
         self._memory = memory
         self._handlers: dict[str, RpcHandler] = {}
@@ -67,6 +70,7 @@ class AgentServer:
         self._pool = concurrent.futures.ThreadPoolExecutor(_RPC_THREADS, thread_name_prefix="gemini-rpc")
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
+        self._farewell = asyncio.Event()
         self._thread = threading.Thread(target=self._serve, name="gemini-server", daemon=True)
         self._stopped = False
 
@@ -85,12 +89,18 @@ class AgentServer:
         """`token` is the run's from now on."""
         self.token = token
 
+    def leave(self) -> None:
+        """Tell watchers that this node is going; serve on until `stop`. Idempotent, of any thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._farewell.set)
+
     def stop(self) -> None:
         """Tell watchers (`finished` says what), stop answering, free the port. Idempotent."""
         if self._stopped:
             return
         self._stopped = True
         if self._thread.is_alive():
+            self.leave()
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(_CLOSE_SECONDS)
         self._socket.close()
@@ -118,6 +128,9 @@ class AgentServer:
             accepted = (f"Bearer {token}".encode() for token in (self.token, self.own_token))
             if not any([hmac.compare_digest(given, token) for token in accepted]):
                 raise web.HTTPUnauthorized(text=f"wrong or missing token of run {self._run_id}\n")
+            told = request.headers.get(HTTP_GENERATION)
+            if told is not None and (not told.isdecimal() or int(told) < self.generation):
+                raise web.HTTPPreconditionFailed(text=f"late: of round {told}, this node is in {self.generation}\n")
             return await handler(request)
 
         application = web.Application(middlewares=[authorised], client_max_size=_RPC_BYTES)
@@ -168,10 +181,10 @@ class AgentServer:
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         await response.prepare(request)
         try:
-            while not self._stopping.is_set():
+            while not self._farewell.is_set():
                 await response.write(BEAT)
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), HEARTBEAT_SECONDS)
+                    await asyncio.wait_for(self._farewell.wait(), HEARTBEAT_SECONDS)
             await response.write(FINISHED if self.finished else LEFT)
             await response.write_eof()
         except ConnectionError:
@@ -211,12 +224,23 @@ def _listen(host: str) -> socket.socket:
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def call(peer: PeerNode, name: str, payload: dict[str, Any], token: str, timeout: float = 5.0) -> dict[str, Any]:
-    """Call `name` on the agent of `peer`. `timeout`: seconds, for connecting and for each read.
+def call(
+    peer: PeerNode, name: str, payload: dict[str, Any], token: str, timeout: float = 5.0, *,
+    generation: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Call `name` on the agent of `peer`.
+
+    Args:
+        timeout: seconds, for connecting and for each read.
+        generation: the round that the call is of; None where it is of none.
 
     Raises:
+        CallerLate: the peer has begun a newer round than `generation`.
         PeerLost: no connection, no answer in time, or it answered with an error.
     """
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    if generation is not None:
+        headers[HTTP_GENERATION] = str(generation)
     where = f"node {peer.node_id} at {peer.host}:{peer.port}"
     connection = http.client.HTTPConnection(peer.host, peer.port, timeout=timeout)
     try:
@@ -224,10 +248,12 @@ def call(peer: PeerNode, name: str, payload: dict[str, Any], token: str, timeout
             "POST",
             HTTP_RPC.format(name=name),
             body=json.dumps(payload).encode(),
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            headers=headers,
         )
         response = connection.getresponse()
         text = response.read()
+        if response.status == http.client.PRECONDITION_FAILED:
+            raise CallerLate(f"{where} refused {name!r}: {text.decode(errors='replace').strip()}")
         if response.status != 200:
             raise PeerLost(f"{where} refused {name!r}: {response.status} {text.decode(errors='replace').strip()}")
         answer = json.loads(text)

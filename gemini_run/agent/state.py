@@ -10,8 +10,8 @@ class AgentState:
     """Written by the agent's main thread, read by the reporter's; each field is replaced whole.
 
     Attributes:
-        phase: "starting", "rendezvous", "running", "finished" (own workers succeeded), "succeeded", "failed" or
-            "stopped" (by a signal).
+        phase: "starting", "rendezvous", "spare" (waits for a place in the job), "running", "finished" (own workers
+            succeeded), "succeeded", "failed" or "stopped" (by a signal).
         round: number of the present round, None before the first.
         workers: local rank -> (global rank, pid) of the present round.
         last_failure: of a worker of this node, in words; None as long as there was none.

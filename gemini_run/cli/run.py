@@ -82,6 +82,12 @@ class RunCommand(click.Command):
     help="Fail where no checkpoint is found, instead of starting from scratch.",
 )
 @click.option(
+    "--shrink-after",
+    type=float,
+    metavar="SECONDS",
+    help="With --nnodes MIN:MAX: how long a lost node may be replaced before the job goes on with fewer. [default: 10]",
+)
+@click.option(
     "--no-zygote",
     is_flag=True,
     default=None,

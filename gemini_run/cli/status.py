@@ -20,7 +20,7 @@ SHOWN_RUNS = 10
 OVER = ("finished", "failed", "stopped", "dead")
 _STYLES = {
     "running": "green", "finished": "green", "succeeded": "green", "recovering": "yellow", "rendezvous": "yellow",
-    "starting": "yellow", "stopped": "yellow", "failed": "bold red", "dead": "bold red",
+    "starting": "yellow", "stopped": "yellow", "failed": "bold red", "dead": "bold red", "spare": "cyan",
 }  # fmt: skip
 _HELP = """Show the runs of this machine and, in full, the run RUN_ID (default: the newest).
 
@@ -33,7 +33,7 @@ failed, stopped (by a signal) or dead (its agents are gone and none said why).
   runs        (without RUN_ID) newest first: run_id, state, iteration, started_at, script
   run         run_id, state, started_at, script, argv, directory, round, iteration,
               lag (iterations not yet safe), world_size, iterations_lost, restarts, memory_bytes
-    nodes         by node rank: node, node_rank, state, alive, hostname, pid, address,
+    nodes         by node rank, spares last: node, node_rank, state, alive, hostname, pid, address,
                   updated_at, memory_dir, memory_bytes, workers (local_rank, rank, pid,
                   phase, iteration, snapshot, committed, stall_ms, state_bytes)
     former_nodes  the same, of nodes no longer part of the run

@@ -55,12 +55,17 @@ class NodeView:
     @property
     def round(self) -> int | None:
         value = self.report.get("round")
-        return self.notes.get("round") if value is None else value
+        return self.notes.get("round") if value is None and not self.spare else value
 
     @property
     def node_rank(self) -> int | None:
         value = self.report.get("node_rank")
-        return self.notes.get("node_rank") if value is None else value
+        return self.notes.get("node_rank") if value is None and not self.spare else value
+
+    @property
+    def spare(self) -> bool:
+        """Waits for a place in the job."""
+        return self.alive and self.report.get("state") == "spare"
 
     @property
     def state(self) -> str:
@@ -95,7 +100,7 @@ class RunView:
 
     Attributes:
         facts: run.json, empty where only memory is left of the run.
-        nodes: of the newest round, in node-rank order; nodes that have no round yet come last.
+        nodes: of the newest round, in node-rank order; nodes that have no round yet, and spares, come last.
         former: nodes that are no longer part of it.
         events: the end of the log.
     """

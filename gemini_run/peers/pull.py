@@ -16,7 +16,7 @@ from pathlib import Path
 from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
 from gemini_run.memory.segment import NodeMemory
 from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
-from gemini_run.wire import HTTP_SLOT
+from gemini_run.wire import HTTP_GENERATION, HTTP_SLOT
 
 RANGE_BYTES = 16 * 2**20
 CONNECTIONS = 4
@@ -24,12 +24,18 @@ CONNECTIONS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A peer's agent. `timeout`: seconds for connecting and for each read."""
+    """A peer's agent.
+
+    Attributes:
+        timeout: seconds for connecting and for each read.
+        generation: the round that the pull is of; a peer that has begun a newer one refuses it.
+    """
 
     host: str
     port: int
     token: str = dataclasses.field(repr=False)
     timeout: float = 10.0
+    generation: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +193,8 @@ class _Reader:
             "Range": f"bytes={start}-{start + len(into) - 1}",
             "Accept-Encoding": "identity",
         }
+        if source.generation is not None:
+            headers[HTTP_GENERATION] = str(source.generation)
         try:
             self._connection.request("GET", self._url, headers=headers)
             response = self._connection.getresponse()

@@ -7,6 +7,7 @@ import dataclasses
 HEARTBEAT_SECONDS = 0.5  #: a watched agent writes a byte to its watchers this often
 SILENCE_SECONDS = 2.5  #: longest silence of a living node; lost is said within 3 s of the last byte
 EVERYONE = 8  #: up to so many nodes all watch all
+STALL_SECONDS = 1.0  #: a watcher that did not run for so long was frozen or starved itself, and heard nobody
 RING_WATCHES = 3  #: above that each node watches its next few: a lost one is still seen by three
 
 
@@ -47,6 +48,15 @@ def verdict(seen: Observation, now: float) -> str | None:
     if silent > SILENCE_SECONDS:
         return f"silent for {silent:.1f} s"
     return None
+
+
+def awake_since(awake: float, last_tick: float, now: float) -> float:
+    """Since when a watcher has been running without a break: what it did not hear while it was stopped proves nothing.
+
+    Args:
+        awake: the answer at `last_tick`, when it was last seen to run.
+    """
+    return now if now - last_tick > STALL_SECONDS else awake
 
 
 def patience(seen: Observation, now: float) -> float:

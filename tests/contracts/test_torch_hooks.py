@@ -29,6 +29,7 @@ def parameters(function: Any) -> list[str]:
         (LocalElasticAgent._restart_workers, ["self", "worker_group"]),
         (LocalElasticAgent._shutdown, ["self", "death_sig", "timeout"]),
         (LocalElasticAgent._exit_barrier, ["self"]),
+        (LocalElasticAgent._invoke_run, ["self", "role"]),
         (SubprocessHandler._popen, ["self", "args", "env"]),
         (SubprocessHandler.close, ["self", "death_sig"]),
         (torchrun.run, ["args"]),
