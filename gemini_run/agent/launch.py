@@ -254,6 +254,7 @@ class _Node:
             starter=starter,
             state=self._state,
             on_round=self._on_round,
+            on_start=self._reporter.poke,
         )
 
     def _on_round(self) -> None:
