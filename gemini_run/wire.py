@@ -102,6 +102,11 @@ class MemoryPaths:
         return self.root / "beacons"
 
     @property
+    def reshard(self) -> Path:
+        """Where the shards are that this round's ranks are made from (Reshard), after a change of the world size."""
+        return self.root / "reshard.json"
+
+    @property
     def imports(self) -> Path:
         """Third-party modules that this run's script was seen to import (a JSON list), for the next zygote."""
         return self.root / "imports.json"
@@ -201,6 +206,7 @@ class WorkerContext:
     durable_at: float = 0.0  #: unix seconds from which they count, 0 = from the worker's start
     restore_iteration: int | None  #: the slot to restore from, None = fresh start
     restore_source: str  #: "local" | "peer" | "durable" | "none": what made that slot complete here
+    reshard_from: int | None = None  #: ranks of the job that took it, where that is another number: see Reshard
     lost_iterations: int = 0  #: finished before the failure, to be repeated
 
     def to_json(self) -> str:
@@ -218,6 +224,55 @@ class WorkerContext:
         text = os.environ.get(ENV_WORKER)
         return cls.from_json(text) if text else None
 
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlace:
+    """Where the slot of one old rank can be read: here, or from the agents of peers.
+
+    Attributes:
+        owner: the old rank.
+        path: slot file on this node, None where it has none.
+        peers: (host, port, token) of the agents that serve it.
+    """
+
+    owner: int
+    path: str | None
+    peers: tuple[tuple[str, int, str], ...] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """What ranks of a new world are made from: the shards of an old one, in memory or in the durable tier.
+
+    Attributes:
+        iteration: of all of them.
+        world_size: of the old world.
+        round: the one that restores from them.
+        places: with shards in memory, of every old rank.
+        durable: location of the tier, None = they are in memory.
+    """
+
+    iteration: int
+    world_size: int
+    round: int
+    places: tuple[ShardPlace, ...]
+    durable: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": RESHARD_VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Reshard:
+        """Raises: ValueError for a version that this release does not know."""
+        if raw.get("version") != RESHARD_VERSION:
+            raise ValueError(f"of format version {raw.get('version')}; this release reads version {RESHARD_VERSION}")
+        places = tuple(
+            ShardPlace(p["owner"], p["path"], tuple((h, n, t) for h, n, t in p["peers"])) for p in raw["places"]
+        )
+        return cls(raw["iteration"], raw["world_size"], raw["round"], places, raw["durable"])
+
+
+RESHARD_VERSION = 1
 
 # --- agent <-> agent (HTTP) ------------------------------------------------------------------------
 

@@ -34,14 +34,14 @@ class NodePart:
         self.durable: int | None = None
 
     def collect(self, payload: Message) -> Message:
-        """``{iteration, ranks}`` -> ``{ranks: {rank: {manifest, checksums}}}``; the slots are held from now on."""
+        """``{iteration, ranks, world_size}`` -> ``{ranks: {rank: {manifest, checksums}}}``; held from now on."""
         iteration = int(payload["iteration"])
         with self._lock:
             self.iteration = iteration
         answer = {}
         try:
             for rank in payload["ranks"]:
-                info = self._memory.find(rank, iteration)
+                info = self._memory.find(rank, iteration, payload["world_size"])
                 # Held first, read then: a worker must not begin to write in between.
                 if info is None or not set_file_hold(info.path, iteration, True):
                     raise DurableError(f"{self._memory.node_id}: no slot of rank {rank} at iteration {iteration}")

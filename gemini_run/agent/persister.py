@@ -208,7 +208,9 @@ class Persister:
         memory = self._runtime.memory
         committed = [b.committed for b in read_beacons(memory.paths).values() if b.committed > 0]
         newest = max(committed, default=0)
-        if newest and all(memory.find(rank, newest) for rank in self._own()):
+        world_size = self._rendezvous.round.world_size
+        # A round of another size goes on from slots that are not its ranks': those are durable already, or never.
+        if newest and all(memory.find(rank, newest, world_size) for rank in self._own()):
             return newest
         return None
 
@@ -304,7 +306,9 @@ class Persister:
         ranks = _ranks(present)
         shards: dict[int, Shard] = {}
         for peer, own in zip(present.nodes, ranks, strict=True):
-            answer = self._ask(peer, RPC_COLLECT, {"iteration": iteration, "ranks": list(own)})
+            answer = self._ask(
+                peer, RPC_COLLECT, {"iteration": iteration, "ranks": list(own), "world_size": present.world_size}
+            )
             for rank, part in answer["ranks"].items():
                 manifest = Manifest.from_json(part["manifest"].encode())
                 shards[int(rank)] = Shard(manifest, tuple(part["checksums"]))

@@ -1,7 +1,8 @@
 """One round's recovery on one node: agree on a plan, carry it out, agree that it worked.
 
 All agents run this at the same time and meet in `gather`; each step is decided from what everybody said, so all
-decide alike. When it returns, the slot (rank, iteration) of each of this node's ranks is complete here.
+decide alike. When it returns, the slot (rank, iteration) of each of this node's ranks is complete here; or, where the
+checkpoint is of another number of ranks, its workers are told where to read what they need (`agent.reshard`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from gemini_run.agent.reshard import check_copy, held_by, tell_workers
 from gemini_run.agent.runtime import NodeRuntime, PeerNode
 from gemini_run.errors import DurableError, FormatVersionError, GeminiError, PeerLost, ReplicaCorrupt, Unrecoverable
-from gemini_run.memory.segment import SlotInfo, read_beacons
+from gemini_run.memory.segment import SlotInfo, read_beacons, remove_other_worlds
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot
@@ -99,21 +101,18 @@ class Recovery:
         self._excluded: set[Copy] = set()
         self._durable_excluded: set[int] = set()
         self._refused: set[Path] = set()  # said once
-        self._other_worlds: dict[int, int] = {}  # world size of other checkpoints -> their newest iteration
 
     def run(self) -> Outcome:
         """Carry the newest iteration that can be had into this node's memory.
 
         Raises:
-            Unrecoverable: nothing was found and --require-checkpoint is set, what was found is of another number
-                of ranks, or no plan worked.
+            Unrecoverable: nothing was found and --require-checkpoint is set, or no plan worked.
             MemoryFull: this node has no room for its slots (its peers raise Unrecoverable that names it).
             DurableError: memory does not suffice and the durable tier cannot be read.
         """
         facts: list[dict[str, Any]] = []
         for attempt in range(ATTEMPTS):
             facts = self._gather(f"facts/{attempt}", self._facts())
-            self._note_other_worlds((slot[3], slot[1]) for said in facts for slot in said["slots"])
             plan = self._plan(attempt, facts)
             self._refuse_to_go_behind(plan, facts)
             if plan.source == "none" and self._runtime.settings.require_checkpoint:
@@ -128,6 +127,7 @@ class Recovery:
                 iteration=plan.iteration,
                 fetches=[dataclasses.asdict(fetch) for fetch in plan.fetches],
                 lost=plan.lost,
+                world_size=plan.world_size,
                 reason=plan.reason,
             )
             if self._carried_out(attempt, plan):
@@ -182,13 +182,6 @@ class Recovery:
         unknown = [slot for said in facts for slot in said["unknown"]]
         if unknown and plan.source != "memory":
             raise Unrecoverable(f"{unknown[0]} (or start under another --rdzv-id)")
-        if plan.source == "none" and self._other_worlds:
-            what = ", ".join(f"iteration {i} of {size} rank(s)" for size, i in sorted(self._other_worlds.items()))
-            raise Unrecoverable(
-                f"the run's checkpoints are of another size: {what}; this job has {self._world_size}. This release "
-                "cannot redistribute them: start it with as many workers as before, or, to begin anew, under "
-                "another --rdzv-id and with an empty durable tier"
-            )
 
     def _plan(self, attempt: int, facts: Sequence[dict[str, Any]]) -> RecoveryPlan:
         nodes = [
@@ -207,18 +200,17 @@ class Recovery:
         # be behind, and nobody waits for a listing.
         if self._runtime.settings.durable is None or (plan.source == "memory" and any(said["knows"] for said in facts)):
             return plan
-        durable = self._newest_durable(attempt)
-        return plan_recovery(nodes, durable, excluded=excluded)
+        iteration, world_size = self._newest_durable(attempt) or (None, None)
+        return plan_recovery(nodes, iteration, world_size, excluded=excluded)
 
-    def _newest_durable(self, attempt: int) -> int | None:
-        """The newest durable iteration that every node can read. Raises: DurableError where one cannot look."""
-        mine: dict[str, Any] = {"iterations": [], "others": [], "error": None}
+    def _newest_durable(self, attempt: int) -> tuple[int, int] | None:
+        """(iteration, world size) of the newest one that every node can read.
+
+        Raises: DurableError where a node cannot look.
+        """
+        mine: dict[str, Any] = {"found": [], "error": None}
         try:
-            for iteration, world_size in self._durable_checkpoints():
-                if world_size == self._world_size:
-                    mine["iterations"].append(iteration)
-                else:
-                    mine["others"].append((world_size, iteration))
+            mine["found"] = self._durable_checkpoints()
         except GeminiError as error:
             mine["error"] = str(error)
         said = self._gather(f"durable/{attempt}", mine)
@@ -226,9 +218,8 @@ class Recovery:
             if answer["error"] is not None:
                 # Starting over while checkpoints may be there would in the end overwrite them.
                 raise DurableError(f"node {peer.node_id} cannot read the durable tier: {answer['error']}")
-        self._note_other_worlds(other for answer in said for other in answer["others"])
-        common = set.intersection(*(set(answer["iterations"]) for answer in said))
-        return max(common - self._durable_excluded, default=None)
+        common = set.intersection(*({(int(i), int(w)) for i, w in answer["found"]} for answer in said))
+        return max((found for found in common if found[0] not in self._durable_excluded), default=None)
 
     def _durable_checkpoints(self) -> list[tuple[int, int]]:
         """(iteration, world size) of the newest usable ones."""
@@ -249,11 +240,6 @@ class Recovery:
             if len(usable) == DURABLE_CANDIDATES:
                 break
         return usable
-
-    def _note_other_worlds(self, found: Iterable[Sequence[int]]) -> None:
-        for size, iteration in found:
-            if size != self._world_size:
-                self._other_worlds[size] = max(iteration, self._other_worlds.get(size, 0))
 
     # --- execution ----------------------------------------------------------------------------------
 
@@ -278,9 +264,11 @@ class Recovery:
         failure = _Failure()
         if plan.iteration is None:
             return failure, None
-        ranks = self._ranks[self._me]
+        ranks: Iterable[int] = self._ranks[self._me]
         first: GeminiError | None = None
         with concurrent.futures.ThreadPoolExecutor(PARALLEL_PULLS, thread_name_prefix="gemini-recover") as pool:
+            if plan.world_size != self._world_size:
+                return failure, self._do(plan, pool, self._check_copy, held_by(plan, self._me), failure)
             if plan.source == "durable":
                 return failure, self._do(plan, pool, self._materialise, ranks, failure)
             mine = [fetch for fetch in plan.fetches if fetch.to_node == self._me]
@@ -310,6 +298,9 @@ class Recovery:
             except GeminiError as error:  # MemoryFull and its like: no other source helps
                 first, failure.fatal = error, str(error)
         return first
+
+    def _check_copy(self, plan: RecoveryPlan, owner: int) -> None:
+        check_copy(self._memory, plan, owner)
 
     def _settle(self, plan: RecoveryPlan, owner: int) -> None:
         info = self._local(plan, owner)
@@ -360,9 +351,9 @@ class Recovery:
         """The usable local slot of `owner` at the plan's iteration."""
         if plan.iteration is None or (self._me, owner, plan.iteration) in self._excluded:
             return None
-        info = self._memory.find(owner, plan.iteration)
+        info = self._memory.find(owner, plan.iteration, self._world_size)
         header = info.header if info else None
-        if header is None or header.world_size != self._world_size:
+        if header is None:
             return None
         return info if on_course(header.round, header.iteration, plan.history) else None
 
@@ -403,11 +394,20 @@ class Recovery:
             header = info.header
             if header is None:
                 return False
-            if header.world_size != self._world_size:
-                return True
+            if header.world_size != self._world_size and plan.source == "memory":
+                return (header.world_size, header.iteration) != (plan.world_size, start)
             return header.iteration > start or not on_course(header.round, header.iteration, history)
 
         self._refuse(superseded)
+        if plan.iteration is None:
+            pass
+        elif plan.world_size == self._world_size:
+            remove_other_worlds(self._memory.paths, self._world_size)
+        else:
+            tell_workers(
+                self._memory, plan, self._nodes, node_rank=self._me, number=self._number,
+                durable=self._runtime.settings.durable,
+            )  # fmt: skip
         finished, before, furthest = (
             max((int(said[what]) for said in facts), default=0) for what in ("finished", "start", "furthest")
         )
@@ -430,16 +430,21 @@ class Recovery:
     def _source(self, plan: RecoveryPlan) -> str:
         if plan.source != "memory":
             return plan.source
+        if plan.copies:
+            return "local" if len(held_by(plan, self._me)) == plan.world_size else "peer"
         return "peer" if any(fetch.to_node == self._me for fetch in plan.fetches) else "local"
 
     def _report(self, outcome: Outcome, *, seen: bool) -> None:
         plan = outcome.plan
+        moved = plan.world_size != self._world_size
         if plan.source == "memory":
             pulled = [fetch for fetch in plan.fetches if fetch.to_node == self._me]
             where = "this node's memory"
             if pulled:
                 peers = sorted({self._nodes[fetch.from_node].node_id for fetch in pulled})
                 where = f"{len(pulled)} shard(s) pulled from the memory of {', '.join(peers)}"
+            if plan.copies:
+                where = f"in memory, taken with {plan.world_size} ranks and redistributed to {self._world_size}"
             say(
                 f"round {self._number}: going on from iteration {plan.iteration}, {where}; "
                 f"{outcome.behind} iteration(s) repeated"
@@ -460,6 +465,7 @@ class Recovery:
             say(
                 f"{what or 'nothing newer in memory: '}every rank goes back to durable iteration {plan.iteration} "
                 f"({outcome.behind} iterations lost)"
+                + (f", redistributed from {plan.world_size} ranks to {self._world_size}" if moved else "")
             )
         else:
             say(f"{what}starting from scratch: no checkpoint found ({plan.reason}; {outcome.behind} iterations lost)")

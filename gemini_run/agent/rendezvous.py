@@ -218,6 +218,7 @@ class GeminiRendezvous(RendezvousHandler):
             durable_at=self._runtime.durable_at,
             restore_iteration=present.plan.iteration,
             restore_source=present.restore_source,
+            reshard_from=present.plan.world_size if present.resharded else None,
             lost_iterations=present.lost_iterations,
         )
 

@@ -90,3 +90,8 @@ class RoundInfo:
     @property
     def world_size(self) -> int:
         return sum(node.local_world_size for node in self.nodes)
+
+    @property
+    def resharded(self) -> bool:
+        """Whether it goes on from a checkpoint of another number of ranks."""
+        return self.plan.iteration is not None and self.plan.world_size != self.world_size

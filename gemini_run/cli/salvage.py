@@ -20,6 +20,7 @@ from gemini_run.memory.segment import NodeMemory, SlotInfo, agent_alive
 from gemini_run.memory.settle import LenderGone, check_borrowed, settle_folder
 from gemini_run.memory.slots import Slot, SlotHeader
 from gemini_run.plan.recovery import (
+    History,
     NodeFacts,
     RecoveryPlan,
     SlotFact,
@@ -165,8 +166,9 @@ def _attempt(place: Place, durable: int | None, problem: str | None, *, check: b
     refused = {str(info.path): info.problem for view in views for info in view.slots if info.problem}
     bad: set[Path] = set()
     while True:
-        nodes, copies = _inventory(views, bad)
-        plan = _plan(nodes, durable, place)
+        worlds = [(nodes, copies, _plan(nodes, durable, place)) for nodes, copies in _worlds(views, bad)]
+        # A job that has just changed its size holds slots of both; those of the new one may not be complete yet.
+        nodes, copies, plan = max(worlds, key=lambda world: -1 if world[2].iteration is None else world[2].iteration)
         ranks = tuple(_sources(nodes, copies, plan, place))
         found = len(refused)
         for rank in ranks if check else ():
@@ -181,10 +183,11 @@ def _attempt(place: Place, durable: int | None, problem: str | None, *, check: b
             return Salvage(place, plan, ranks, listed, durable, problem)
 
 
-def _inventory(
-    views: Sequence[NodeView], bad: set[Path]
-) -> tuple[list[NodeFacts], dict[tuple[int, int, int], list[Copy]]]:
-    """The world that the slots are of, node by node, and the files by (node rank, owner, iteration).
+Files = dict[tuple[int, int, int], list[Copy]]  #: by (node rank, owner, iteration)
+
+
+def _worlds(views: Sequence[NodeView], bad: set[Path]) -> list[tuple[list[NodeFacts], Files]]:
+    """Each world that slots are of, node by node, and its files; the one of the newest slot first; never empty.
 
     Nodes whose memory is not here bring nothing. Several directories may claim one node rank (a lost node's is
     found beside its replacement's): they count as one node.
@@ -193,13 +196,22 @@ def _inventory(
              if info.usable and info.header and info.path not in bad]  # fmt: skip
     history = agreed_history(as_history(view.notes.get("history", ())) for view in views)
     valid = [entry for entry in files if on_course(entry[2].round, entry[2].iteration, history)]
-    if not valid:
-        return [], {}
-    newest = max(valid, key=lambda entry: (entry[2].iteration, entry[2].round))[2]
-    sizes = _local_world_sizes([info for _, info, h in valid if h.world_size == newest.world_size], newest.world_size)
+    newest: dict[int, tuple[int, int]] = {}
+    for _, _, header in valid:
+        newest[header.world_size] = max(newest.get(header.world_size, (0, 0)), (header.iteration, header.round))
+    return [
+        _inventory(size, history, [entry for entry in valid if entry[2].world_size == size])
+        for size in sorted(newest, key=lambda size: newest[size], reverse=True)
+    ] or [([], {})]
+
+
+def _inventory(
+    world_size: int, history: History, files: Sequence[tuple[NodeView, SlotInfo, SlotHeader]]
+) -> tuple[list[NodeFacts], Files]:
+    sizes = _local_world_sizes([info for _, info, _ in files], world_size)
     slots: dict[int, list[SlotFact]] = {rank: [] for rank in range(len(sizes))}
     names: dict[int, str] = {}
-    copies: dict[tuple[int, int, int], list[Copy]] = {}
+    copies: Files = {}
     for view, info, header in files:
         rank = view.node_rank if view.node_rank in slots else 0
         assert rank is not None, "a rank of the world"
@@ -208,10 +220,9 @@ def _inventory(
             header.owner, header.iteration, header.round, header.world_size, bool(header.sealed), header.end
         )
         slots[rank].append(fact)
-        if header.world_size == newest.world_size and on_course(header.round, header.iteration, history):
-            copies.setdefault((rank, header.owner, header.iteration), []).append(
-                Copy(view.node_id, rank, info.path, header)
-            )
+        copies.setdefault((rank, header.owner, header.iteration), []).append(
+            Copy(view.node_id, rank, info.path, header)
+        )
     nodes = [
         NodeFacts(names.get(rank, f"node {rank}"), rank, size, tuple(slots[rank]), history)
         for rank, size in enumerate(sizes)
@@ -248,9 +259,7 @@ def _plan(nodes: Sequence[NodeFacts], durable: int | None, place: Place) -> Reco
     return plan
 
 
-def _sources(
-    nodes: Sequence[NodeFacts], copies: dict[tuple[int, int, int], list[Copy]], plan: RecoveryPlan, place: Place
-) -> Iterator[RankSource]:
+def _sources(nodes: Sequence[NodeFacts], copies: Files, plan: RecoveryPlan, place: Place) -> Iterator[RankSource]:
     if plan.iteration is None:
         return
     if plan.source == "durable":

@@ -120,11 +120,17 @@ class NodeMemory:
     def scan(self) -> list[SlotInfo]:
         return scan_slots(self.paths)
 
-    def find(self, owner: int, iteration: int) -> SlotInfo | None:
-        """The usable slot of `owner` at `iteration`, if it is here."""
+    def find(self, owner: int, iteration: int, world_size: int | None = None) -> SlotInfo | None:
+        """The usable slot of `owner` at `iteration`, if it is here.
+
+        Args:
+            world_size: only one of a world of so many ranks.
+        """
         for info in self.scan():
             header = info.header
-            if header and info.usable and (header.owner, header.iteration) == (owner, iteration):
+            if not header or not info.usable or (header.owner, header.iteration) != (owner, iteration):
+                continue
+            if world_size is None or header.world_size == world_size:
                 return info
         return None
 
@@ -219,6 +225,14 @@ def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[Memo
         return [MemoryPaths(p) for p in found if (p / "node.json").exists()]
     except FileNotFoundError:
         return []
+
+
+def remove_other_worlds(paths: MemoryPaths, world_size: int) -> None:
+    """Remove the slots of worlds of another size, but for those that the durable tier reads."""
+    for info in scan_slots(paths):
+        header = info.header
+        if header is not None and header.world_size != world_size and not (info.usable and header.hold):
+            info.path.unlink(missing_ok=True)  # other ranks of the node may do the same
 
 
 def ended_runs(base: Path = DEFAULT_MEMORY_BASE) -> list[tuple[Path, int]]:

@@ -138,6 +138,29 @@ class SlotHeader:
             flags=flags, sequence=sequence, sealed=sealed, borrowed=borrowed,
         )  # fmt: skip
 
+    # --- sections, wherever they were read ---
+
+    def checked_manifest(self, text: memoryview | bytes, where: object) -> Manifest:
+        """Raises: ReplicaCorrupt if it fails its checksum, FormatVersionError for an unknown version; names `where`."""
+        if xxhash.xxh3_64_intdigest(text) != self.manifest_checksum:
+            raise ReplicaCorrupt(f"{where}: the manifest fails its checksum")
+        try:
+            return Manifest.from_json(bytes(text))
+        except ReplicaCorrupt as error:
+            raise type(error)(f"{where}: {error}") from error
+
+    def checked_objects(self, text: memoryview | bytes, where: object) -> bytes:
+        """Raises: ReplicaCorrupt if it fails its checksum."""
+        if xxhash.xxh3_64_intdigest(text) != self.objects_checksum:
+            raise ReplicaCorrupt(f"{where}: the object state fails its checksum")
+        return bytes(text)
+
+    def checked_table(self, table: memoryview | bytes, where: object) -> list[int]:
+        """The checksums of all items. Raises: ReplicaCorrupt if the table fails its own."""
+        if _nonzero(xxhash.xxh3_64_intdigest(table)) != self.sealed:
+            raise ReplicaCorrupt(f"{where}: the checksum table fails its checksum")
+        return [value for (value,) in _U64.iter_unpack(table)]
+
 
 def layout(manifest_length: int, num_items: int, payload_length: int) -> tuple[int, int, int, int]:
     """Offsets of (manifest, checksum table, payload, objects) for sections of these sizes."""
@@ -249,20 +272,11 @@ class Slot:
 
     def manifest(self, header: SlotHeader) -> Manifest:
         """Raises: ReplicaCorrupt if it fails its checksum, FormatVersionError for an unknown version."""
-        text = self._section(header.manifest_offset, header.manifest_length)
-        if xxhash.xxh3_64_intdigest(text) != header.manifest_checksum:
-            raise ReplicaCorrupt(f"{self.path}: the manifest fails its checksum")
-        try:
-            return Manifest.from_json(bytes(text))
-        except ReplicaCorrupt as error:
-            raise type(error)(f"{self.path}: {error}") from error
+        return header.checked_manifest(self._section(header.manifest_offset, header.manifest_length), self.path)
 
     def objects(self, header: SlotHeader) -> bytes:
         """Raises: ReplicaCorrupt if it fails its checksum."""
-        text = self._section(header.objects_offset, header.objects_length)
-        if xxhash.xxh3_64_intdigest(text) != header.objects_checksum:
-            raise ReplicaCorrupt(f"{self.path}: the object state fails its checksum")
-        return bytes(text)
+        return header.checked_objects(self._section(header.objects_offset, header.objects_length), self.path)
 
     def payload(self, header: SlotHeader) -> memoryview:
         return self._section(header.payload_offset, header.payload_length)
@@ -274,10 +288,7 @@ class Slot:
 
     def stored_checksums(self, header: SlotHeader) -> list[int]:
         """The checksum table. Raises: ReplicaCorrupt if it fails its own checksum."""
-        table = self._section(header.checksums_offset, 8 * header.num_items)
-        if _nonzero(xxhash.xxh3_64_intdigest(table)) != header.sealed:
-            raise ReplicaCorrupt(f"{self.path}: the checksum table fails its checksum")
-        return [value for (value,) in _U64.iter_unpack(table)]
+        return header.checked_table(self._section(header.checksums_offset, _U64.size * header.num_items), self.path)
 
     def seal(self, manifest: Manifest, header: SlotHeader) -> None:
         """Fill in the checksum table from the payload as it is now, then mark the slot sealed."""

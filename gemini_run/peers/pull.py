@@ -10,7 +10,6 @@ import dataclasses
 import http.client
 import queue
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
@@ -66,7 +65,7 @@ def pull_slot(
         ReplicaCorrupt: what came fails a checksum, or changed on the way; nothing of it is left here.
         MemoryFull: no room for the slot.
     """
-    reader = _Reader(source, owner, iteration)
+    reader = RemoteSlot(source, owner, iteration)
     try:
         page = _fetch_header(reader)
         header = _expect(page, owner, iteration, source)
@@ -119,10 +118,8 @@ def _open_slot(memory: NodeMemory, owner: int, iteration: int, length: int) -> S
     return slot
 
 
-def _fetch_header(reader: _Reader) -> bytes:
-    page = bytearray(HEADER_BYTES)
-    _twice(lambda: reader.read_into(0, memoryview(page)), reader)
-    return bytes(page)
+def _fetch_header(reader: RemoteSlot) -> bytes:
+    return reader.read(0, HEADER_BYTES)
 
 
 def _fetch_body(source: Source, slot: Slot, header: SlotHeader, range_bytes: int, connections: int) -> None:
@@ -133,12 +130,12 @@ def _fetch_body(source: Source, slot: Slot, header: SlotHeader, range_bytes: int
     failures: list[Exception] = []
 
     def work() -> None:
-        reader = _Reader(source, header.owner, header.iteration)
+        reader = RemoteSlot(source, header.owner, header.iteration)
         try:
             while not failures:
                 start, end = todo.get_nowait()
                 with slot.view[start:end] as view:
-                    _twice(lambda at=start, into=view: reader.read_into(at, into), reader)  # type: ignore[misc]
+                    reader.fill(start, view)
         except queue.Empty:
             pass
         except Exception as error:  # noqa: BLE001 - the top of a thread: raised again by its starter
@@ -158,30 +155,44 @@ def _fetch_body(source: Source, slot: Slot, header: SlotHeader, range_bytes: int
         raise failures[0]
 
 
-def _twice(attempt: Callable[[], None], reader: _Reader) -> None:
-    try:
-        attempt()
-    except _Refused:
-        raise
-    except PeerLost:
-        reader.close()
-        attempt()
-
-
 class _Refused(PeerLost):
     """The peer answered, and said no: asking again is useless."""
 
 
-class _Reader:
-    """One connection to a peer, opened at the first read and again after `close`."""
+class RemoteSlot:
+    """A slot file of a peer, over one connection, opened at the first read and again after `close`."""
 
     def __init__(self, source: Source, owner: int, iteration: int) -> None:
         self._source = source
+        self._owner = owner
+        self._iteration = iteration
         self._url = HTTP_SLOT.format(owner=owner, iteration=iteration)
         self._connection: http.client.HTTPConnection | None = None
 
-    def read_into(self, start: int, into: memoryview) -> None:
-        """Fill `into` from the remote slot file at `start`. Raises: PeerLost, ReplicaCorrupt, _Refused."""
+    def header(self) -> SlotHeader:
+        """Of the slot, which is whole and sealed. Raises: PeerLost, ReplicaCorrupt."""
+        return _expect(self.read(0, HEADER_BYTES), self._owner, self._iteration, self._source)
+
+    def read(self, start: int, length: int) -> bytes:
+        """As `fill`, into new memory."""
+        buffer = bytearray(length)
+        self.fill(start, memoryview(buffer))
+        return bytes(buffer)
+
+    def fill(self, start: int, into: memoryview) -> None:
+        """Fill `into` from the remote slot file at `start`; what fails is asked for once more, over a new connection.
+
+        Raises: PeerLost, ReplicaCorrupt.
+        """
+        try:
+            self._fill(start, into)
+        except _Refused:
+            raise
+        except PeerLost:
+            self.close()
+            self._fill(start, into)
+
+    def _fill(self, start: int, into: memoryview) -> None:
         source = self._source
         where = f"{source.host}:{source.port}{self._url}"
         if self._connection is None:

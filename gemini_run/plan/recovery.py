@@ -54,7 +54,10 @@ class RecoveryPlan:
     Attributes:
         source: "memory" (local slots and fetches), "durable" (everyone rebuilds its slots from there) or "none".
         iteration: that all ranks go back to; None with source "none".
-        fetches: with source "memory", what must be pulled from peers first.
+        world_size: ranks of the job that took that checkpoint; this round may have another number.
+        fetches: with source "memory" and this round's number of ranks, what must be pulled from peers first.
+        copies: with source "memory" and another number: (owner, node ranks that hold its slot) of every owner.
+            Each rank then reads what it needs of them.
         lost: owners of whose shard memory holds no copy at the iteration that it covers best; empty where
             memory has a whole iteration, or nothing at all.
         newest_seen: newest iteration of which memory holds any valid slot.
@@ -69,6 +72,8 @@ class RecoveryPlan:
     newest_seen: int | None
     history: History
     reason: str
+    world_size: int = 0
+    copies: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
@@ -79,6 +84,7 @@ class RecoveryPlan:
         raw["fetches"] = tuple(Fetch(**fetch) for fetch in raw["fetches"])
         raw["lost"] = tuple(raw["lost"])
         raw["history"] = as_history(raw["history"])
+        raw["copies"] = tuple((owner, tuple(nodes)) for owner, nodes in raw.get("copies", ()))
         return cls(**raw)
 
 
@@ -151,6 +157,7 @@ def rank_ranges(local_world_sizes: Sequence[int]) -> list[range]:
 def plan_recovery(
     nodes: Sequence[NodeFacts],
     durable_iteration: int | None = None,
+    durable_world_size: int | None = None,
     *,
     excluded: frozenset[tuple[int, int, int]] = frozenset(),
 ) -> RecoveryPlan:
@@ -159,53 +166,64 @@ def plan_recovery(
     Args:
         nodes: all nodes of the round, any order.
         durable_iteration: newest usable one of the durable tier, if there is any.
+        durable_world_size: ranks of the job that stored it; default: as many as this round has.
         excluded: copies not to be used: (node rank, owner, iteration).
 
-    Memory is preferred unless the durable tier has a newer iteration. Slots of another world size cannot be
-    restored from memory.
+    Memory is preferred unless the durable tier has a newer iteration. A checkpoint of another number of ranks serves
+    as well, where it is newer.
     """
     nodes = sorted(nodes, key=lambda node: node.node_rank)
     world_size = sum(node.local_world_size for node in nodes)
     history = agreed_history(node.history for node in nodes)
-    holders = _holders(nodes, history, world_size, excluded)
-    newest_seen = max(holders, default=None)
-    whole = max((i for i, owners in holders.items() if len(owners) == world_size), default=None)
+    holders = _holders(nodes, history, excluded)
+    newest_seen = max((iteration for iteration, _ in holders), default=None)
+    whole = max(
+        (key for key, owners in holders.items() if len(owners) == key[1]),
+        key=lambda key: (key[0], key[1] == world_size, key[1]),
+        default=None,
+    )
     lost: tuple[int, ...] = ()
     if holders and whole is None:
-        best = max(holders, key=lambda i: (len(holders[i]), i))
-        lost = tuple(rank for rank in range(world_size) if rank not in holders[best])
+        best = max(holders, key=lambda key: (len(holders[key]) / key[1], *key))
+        lost = tuple(rank for rank in range(best[1]) if rank not in holders[best])
 
-    if durable_iteration is not None and (whole is None or durable_iteration > whole):
+    if durable_iteration is not None and (whole is None or durable_iteration > whole[0]):
         if whole is not None:
-            why = f"the durable tier has iteration {durable_iteration}, memory only {whole}"
+            why = f"the durable tier has iteration {durable_iteration}, memory only {whole[0]}"
         else:
-            why = f"{_why_not_memory(nodes, lost, newest_seen, world_size)}; the durable tier has {durable_iteration}"
-        return RecoveryPlan("durable", durable_iteration, (), lost, newest_seen, history, why)
+            why = f"{_why_not_memory(lost, newest_seen)}; the durable tier has {durable_iteration}"
+        size = durable_world_size or world_size
+        why += _of_another_size(size, world_size)
+        return RecoveryPlan("durable", durable_iteration, (), lost, newest_seen, history, why, size)
     if whole is None:
-        why = f"{_why_not_memory(nodes, lost, newest_seen, world_size)}; the durable tier has nothing usable"
-        return RecoveryPlan("none", None, (), lost, newest_seen, history, why)
+        why = f"{_why_not_memory(lost, newest_seen)}; the durable tier has nothing usable"
+        return RecoveryPlan("none", None, (), lost, newest_seen, history, why, world_size)
 
-    fetches = _fetches(nodes, holders[whole], whole)
-    why = f"memory holds iteration {whole} of all {world_size} ranks"
+    iteration, size = whole
+    why = f"memory holds iteration {iteration} of all {size} ranks{_of_another_size(size, world_size)}"
+    if size != world_size:
+        copies = tuple((owner, tuple(sorted(holders[whole][owner]))) for owner in range(size))
+        return RecoveryPlan("memory", iteration, (), (), newest_seen, history, why, size, copies)
+    fetches = _fetches(nodes, holders[whole], iteration)
     if fetches:
         why += f"; {len(fetches)} to be pulled from peers"
-    return RecoveryPlan("memory", whole, fetches, (), newest_seen, history, why)
+    return RecoveryPlan("memory", iteration, fetches, (), newest_seen, history, why, size)
 
 
 def _holders(
-    nodes: Sequence[NodeFacts], history: History, world_size: int, excluded: frozenset[tuple[int, int, int]]
-) -> dict[int, dict[int, dict[int, int]]]:
-    """iteration -> owner -> node rank -> bytes, of valid slots only."""
-    found: dict[int, dict[int, dict[int, int]]] = {}
+    nodes: Sequence[NodeFacts], history: History, excluded: frozenset[tuple[int, int, int]]
+) -> dict[tuple[int, int], dict[int, dict[int, int]]]:
+    """(iteration, world size) -> owner -> node rank -> bytes, of valid slots only."""
+    found: dict[tuple[int, int], dict[int, dict[int, int]]] = {}
     for node in nodes:
         for slot in node.slots:
             if (
-                slot.world_size == world_size
-                and slot.owner < world_size
+                slot.owner < slot.world_size
                 and on_course(slot.round, slot.iteration, history)
                 and (node.node_rank, slot.owner, slot.iteration) not in excluded
             ):
-                found.setdefault(slot.iteration, {}).setdefault(slot.owner, {})[node.node_rank] = slot.bytes
+                of_owner = found.setdefault((slot.iteration, slot.world_size), {}).setdefault(slot.owner, {})
+                of_owner[node.node_rank] = slot.bytes
     return found
 
 
@@ -223,13 +241,11 @@ def _fetches(nodes: Sequence[NodeFacts], holders: Mapping[int, Mapping[int, int]
     return tuple(fetches)
 
 
-def _why_not_memory(nodes: Sequence[NodeFacts], lost: tuple[int, ...], newest_seen: int | None, world_size: int) -> str:
+def _of_another_size(size: int, world_size: int) -> str:
+    return "" if size == world_size else f", taken with {size} ranks and redistributed to {world_size}"
+
+
+def _why_not_memory(lost: tuple[int, ...], newest_seen: int | None) -> str:
     if lost:
         return f"memory holds no copy of rank(s) {', '.join(map(str, lost))} (newest iteration seen: {newest_seen})"
-    others: dict[int, int] = {}
-    for slot in (slot for node in nodes for slot in node.slots if slot.world_size != world_size):
-        others[slot.world_size] = max(slot.iteration, others.get(slot.world_size, 0))
-    if others:
-        what = ", ".join(f"iteration {i} of {size} ranks" for size, i in sorted(others.items()))
-        return f"memory holds {what}, this job has {world_size} ranks"
     return "memory holds no usable slot"

@@ -136,6 +136,14 @@ class Snapshotter:
         self._addresses[index] = address_of(slot.view)
         self._iterations[index] = iteration
 
+    def spare(self, iteration: int) -> None:
+        """This rank restored from slots of `iteration` of another world, of which one may lie under this rank's own
+        names: it is kept until a newer iteration is committed."""
+        for info in scan_slots(self._paths):
+            header = info.header
+            if header and info.usable and (header.owner, header.iteration) == (self._owner, iteration):
+                self._iterations[int(info.path.suffix[1:])] = iteration
+
     def preflight(self) -> None:
         """Make room for two slots now, before the first step, with what the optimizers will add.
 
@@ -167,7 +175,7 @@ class Snapshotter:
             )
         restored = bool(self._slots)
         for index in (0, 1):
-            if index in self._slots:
+            if index in self._slots or index in self._iterations:
                 continue
             slot = self._open(index, capacity)
             # Beside the restored slot lies the iteration before, which stays until that one has replicas.

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from gemini_run.errors import GeminiError, ReplicaCorrupt
+from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
+from gemini_run.memory.segment import remove_other_worlds
 from gemini_run.peers.group import form
 from gemini_run.peers.transport import Exchange
 from gemini_run.plan.placement import placement
@@ -79,6 +80,7 @@ class Checkpointer:
         )  # fmt: skip
         self._notice: threading.Timer | None = None
         self._said_late = False
+        self._old_world_left = False
         self._committer: Committer | None = None
 
     @property
@@ -102,6 +104,8 @@ class Checkpointer:
         try:
             self._begin(self._context)
         except ReplicaCorrupt as error:
+            self._replan(error)
+        except PeerLost as error:  # while shards of another world were read from it
             self._replan(error)
         except GeminiError as error:
             self._fatal(error)
@@ -157,7 +161,10 @@ class Checkpointer:
 
     def _begin(self, context: WorkerContext) -> None:
         found: Restored | None = None
-        if context.restore_iteration is not None:
+        if context.reshard_from is not None:
+            self._progress.update(phase="restoring")
+            self._reshard(context)
+        elif context.restore_iteration is not None:
             self._progress.update(phase="restoring")
             found = restore(self._components, self._paths, owner=self._rank, iteration=context.restore_iteration)
             self._iteration = found.iteration
@@ -173,7 +180,7 @@ class Checkpointer:
             rank=self._rank, world_size=self._world_size,
             schedule=Schedule(context, self._start, time.time(), self._durable_busy),
             connect=self._connect, join_peers=self._join_peers,
-            on_commit=self._progress.committed, on_problem=self._stopped, neighbours=self._neighbours(),
+            on_commit=self._committed, on_problem=self._stopped, neighbours=self._neighbours(),
             node=context.node_rank, local_world_size=self._local_world_size, on_parted=self._parted,
         )  # fmt: skip
         if found is not None:
@@ -182,6 +189,25 @@ class Checkpointer:
             phase="training", iteration=self._iteration, snapshot=self._iteration, committed=self._iteration
         )
         atexit.register(self.close)
+
+    def _reshard(self, context: WorkerContext) -> None:
+        from gemini_run.worker.reshard import restore_resharded  # pulls in the durable tier
+
+        made = restore_resharded(self._components, self._paths, rank=self._rank)
+        self._iteration = made.iteration
+        self._snapshotter.spare(made.iteration)
+        self._progress.event(
+            "restored", iteration=made.iteration, source=context.restore_source, bytes=made.num_bytes,
+            ms=round(1e3 * made.seconds, 3), from_world_size=made.world_size,
+        )  # fmt: skip
+
+    def _committed(self, iteration: int) -> None:
+        """On the commit thread: `iteration` is complete on every rank."""
+        if self._context is not None and self._context.reshard_from is not None and not self._old_world_left:
+            self._old_world_left = True
+            if self._local_rank == 0:
+                remove_other_worlds(self._paths, self._world_size)
+        self._progress.committed(iteration)
 
     def _boundary(self) -> None:
         committer = self._committer
@@ -276,7 +302,7 @@ class Checkpointer:
         self._notice.daemon = True
         self._notice.start()
 
-    def _replan(self, error: ReplicaCorrupt) -> NoReturn:
+    def _replan(self, error: ReplicaCorrupt | PeerLost) -> NoReturn:
         self._progress.event("replica_refused", reason=str(error))
         say(f"rank {self._rank} refuses its checkpoint, the next source is taken: {error}")
         _leave(EXIT_REPLAN)

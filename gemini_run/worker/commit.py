@@ -74,11 +74,13 @@ class Schedule:
         self._last_durable_at = context.durable_at or now
         self._due = False
         self._busy = busy
-        self.first = CommitRecord(start, start + self._interval, self._due_by_count(start))
+        # After a change of the world size there are only the old world's shards until the first snapshot.
+        interval = 1 if context.reshard_from is not None else self._interval
+        self.first = CommitRecord(start, start + interval, self._due_by_count(start, interval))
 
     def after(self, iteration: int, now: float) -> CommitRecord:
         """The record to publish with `iteration`."""
-        if self._due_by_count(iteration) or (
+        if self._due_by_count(iteration, self._interval) or (
             self._seconds is not None and now - self._last_durable_at >= self._seconds
         ):
             self._due = True
@@ -87,9 +89,9 @@ class Schedule:
             self._due, self._last_durable_at = False, now
         return CommitRecord(iteration, iteration + self._interval, durable)
 
-    def _due_by_count(self, iteration: int) -> bool:
+    def _due_by_count(self, iteration: int, interval: int) -> bool:
         every = self._iterations
-        return every is not None and (iteration + self._interval) // every > iteration // every
+        return every is not None and (iteration + interval) // every > iteration // every
 
 
 class Committer:

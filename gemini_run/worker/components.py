@@ -136,7 +136,7 @@ class Module(Component):
                 f"(missing here: {_few(missing)}; not in the checkpoint: {_few(surplus)})"
             )
         for name, leaf in saved.items():
-            reader.into(leaf["$tensor"], local_of(live[name]), f"{self.name}.{name}")
+            reader.into(leaf["$tensor"], live[name], f"{self.name}.{name}")
         extras = dict(self._extras())
         for name, tree in dynamic.items():
             value = codec.decode(tree, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
@@ -386,10 +386,9 @@ def _into_or_new(tree: Json, live: Any, parameter: torch.Tensor | None, reader: 
     if not (isinstance(tree, dict) and "$tensor" in tree):
         return codec.decode(tree, lambda leaf: _fresh(leaf, parameter, reader), allow_pickle=True)
     if isinstance(live, torch.Tensor):
-        target = local_of(live)
-        same_kind = (dtensor_of(live) is not None) == bool(tree.get("dtensor"))
-        if same_kind and target.device.type == tree.get("device", "cpu") and reader.fits(tree["$tensor"], target):
-            reader.into(tree["$tensor"], target, name)
+        same_kind = (dtensor_of(live) is not None) == reader.sharded(tree, parameter)
+        if same_kind and live.device.type == tree.get("device", "cpu") and reader.fits(tree["$tensor"], live):
+            reader.into(tree["$tensor"], live, name)
             return live
     return _fresh(tree, parameter, reader)
 
@@ -398,8 +397,8 @@ def _fresh(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: Payload
     device: torch.device | str = leaf.get("device", "cpu")
     if device != "cpu" and parameter is not None:
         device = local_of(parameter).device
-    tensor = reader.fresh(leaf["$tensor"], device)
-    if not leaf.get("dtensor"):
+    tensor = reader.fresh(leaf["$tensor"], device, parameter)
+    if not reader.sharded(leaf, parameter):
         return tensor
     dtensor = dtensor_of(parameter) if parameter is not None else None
     if dtensor is None:

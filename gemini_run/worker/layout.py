@@ -141,7 +141,7 @@ class PlanBuilder:
         length = local.numel() * local.element_size()
         global_shape = chunk_offsets = None
         if dtensor is not None:
-            global_shape, chunk_offsets = _chunk_of(dtensor)
+            global_shape, chunk_offsets = chunk_of(dtensor)
         self.items.append(
             Item(
                 name=unique,
@@ -163,7 +163,8 @@ class PlanBuilder:
         return leaf
 
 
-def _chunk_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def chunk_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape of the whole tensor, offsets of this rank's chunk in it)."""
     # Private module, public name in DCP's own planner; tests/worker pins it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -179,8 +180,15 @@ class PayloadReader:
         self._payload = payload
         self._base = address_of(payload)
 
-    def fresh(self, index: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor with the saved dtype, shape, strides and bytes."""
+    def sharded(self, leaf: dict[str, Any], like: torch.Tensor | None) -> bool:
+        """Whether the saved tensor of `leaf`, state of the parameter `like`, is to be a DTensor as that one is.
+
+        Raises: GeminiError where it can be none.
+        """
+        return bool(leaf.get("dtensor"))
+
+    def fresh(self, index: int, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
+        """A new (local) tensor with the saved dtype, shape, strides and bytes. `like`: the parameter it belongs to."""
         item = self.manifest.items[index]
         dtype = getattr(torch, item.dtype)
         tensor = torch.empty_strided(item.shape, item.stride, dtype=dtype)
@@ -189,30 +197,34 @@ class PayloadReader:
         return tensor if torch.device(device).type == "cpu" else tensor.to(device)
 
     def fits(self, index: int, live: torch.Tensor) -> bool:
-        """Whether the saved bytes can go into `live` as they are (up to strides)."""
+        """Whether the saved bytes can go into this rank's part of `live` as they are (up to strides)."""
         item = self.manifest.items[index]
-        return str(live.dtype) == f"torch.{item.dtype}" and tuple(live.shape) == item.shape
+        return str(live.dtype) == f"torch.{item.dtype}" and tuple(local_of(live).shape) == item.shape
 
     def into(self, index: int, live: torch.Tensor, name: str) -> None:
-        """Overwrite the live (local) tensor in place; nothing is cast.
+        """Overwrite this rank's part of the live tensor in place; nothing is cast.
 
         Raises:
             GeminiError: dtype or shape differ from what was saved.
         """
         item = self.manifest.items[index]
         if not self.fits(index, live):
-            raise GeminiError(
-                f"{name}: the checkpoint holds {item.dtype} {list(item.shape)}, the script made "
-                f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}: restore needs the model that "
-                "was saved"
-            )
+            raise self.misfit(item.dtype, item.shape, local_of(live), name)
         if not item.length:
             return
+        live = local_of(live)
         if live.device.type == "cpu" and is_dense(live) and live.stride() == item.stride:
             ctypes.memmove(live.data_ptr(), self._base + item.offset, item.length)
         else:
             with torch.no_grad():
-                live.detach().copy_(self.fresh(index))
+                live.copy_(self.fresh(index))
+
+    def misfit(self, dtype: str, shape: tuple[int, ...], live: torch.Tensor, name: str) -> GeminiError:
+        """The error that says that the script made another tensor than was saved."""
+        return GeminiError(
+            f"{name}: the checkpoint holds {dtype} {list(shape)}, the script made "
+            f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}: restore needs the model that was saved"
+        )
 
 
 def bytes_at(address: int, length: int) -> memoryview:

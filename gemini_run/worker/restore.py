@@ -50,16 +50,21 @@ def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, 
     except ReplicaCorrupt:
         slot.refuse()
         raise
-    given, taken = _given(component.name for component in components), _given(static)
+    check_names(components, static)
+    reader = PayloadReader(manifest, slot.payload(header))
+    for component in components:  # generators come last: loading the others may draw from them
+        component.restore(static[component.name], dynamic[component.name], reader)
+    return Restored(iteration, slot, manifest, index, header.payload_length, time.perf_counter() - started)
+
+
+def check_names(components: Sequence[Component], saved: Iterable[str]) -> None:
+    """Raises: GeminiError if the script gives other objects than were saved."""
+    given, taken = _given(component.name for component in components), _given(saved)
     if given != taken:
         raise GeminiError(
             f"the checkpoint was taken with Checkpointer({', '.join(taken)}), the script now gives "
             f"({', '.join(given)}): give the same names"
         )
-    reader = PayloadReader(manifest, slot.payload(header))
-    for component in components:  # generators come last: loading the others may draw from them
-        component.restore(static[component.name], dynamic[component.name], reader)
-    return Restored(iteration, slot, manifest, index, header.payload_length, time.perf_counter() - started)
 
 
 def _given(names: Iterable[str]) -> list[str]:

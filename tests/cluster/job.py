@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that an iteration takes longer")
     parser.add_argument("--fsdp", action="store_true")
-    parser.add_argument("--save-each", type=Path, help="folder for this rank's state after every iteration")
+    parser.add_argument(
+        "--save-each", type=Path, help="folder for this rank's state as it begins a round, and after every iteration"
+    )
     parser.add_argument("--diverge", type=int, help="iteration in which rank 1 alone changes one weight")
     parser.add_argument("--die", default="")
     parser.add_argument("--hang", type=int)
@@ -64,6 +66,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     log: dict[str, list[float]] = {"losses": []}
     checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log)
+    if args.save_each:
+        begun = {"iteration": checkpointer.restore(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        save(begun, args.save_each / f"begun{os.environ.get('GEMINI_RESTART_GENERATION')}.{rank}")
     for step in checkpointer.steps(args.steps):
         noise = float(np.random.standard_normal()) + random.random()
         loss = wrapped(torch.randn(8, WIDTH) + noise).square().mean()
@@ -92,7 +97,7 @@ def main() -> None:
 
 
 def save(state: Any, path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.new")
     torch.save(local(state), beside)
     os.replace(beside, path)

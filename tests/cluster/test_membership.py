@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from runs import Reference, Run, ask
 
+from gemini_run.testing.compare import count_tensors, differences
 from gemini_run.testing.nodes import Node
 
 pytestmark = pytest.mark.cluster
@@ -71,3 +73,43 @@ def test_a_node_that_comes_back_after_its_spare_took_over_is_a_spare(how: str, r
         of_round = [e for e in job.cluster.events("restored") if e["round"] == number]
         assert sorted(e["source"] for e in of_round) == ["local", "peer"]
     assert job.cluster.events("fell_back") == []
+
+
+def test_a_job_shrinks_and_grows_with_its_state(run: Make) -> None:
+    """Three nodes, two, then three again: every round goes on from what the one before had reached, to the bit."""
+    job = run(3, 1, world=3)
+    each = job.cluster.scratch / "each"
+    job.start("--pause=0.25", f"--save-each={each}", options=["--nnodes=2:3", "--shrink-after=0.5"])
+    for number, node in enumerate(job.cluster.nodes):
+        job.until(lambda node=node: node.memory() is not None, f"node {number} has memory")  # type: ignore[misc]
+    job.reach(8)
+    nodes = by_id(job)
+    first = members(job)
+    lost = next(name for name in first if nodes[name].index != 0)
+    nodes[lost].kill()
+    job.until_event("restored", 2)
+    done = max(job.finished().values())
+    job.until(lambda: sorted(job.finished().values())[1] >= done + 3, "two train on")
+    job.cluster.start_node(nodes[lost].index)
+    job.until(lambda: len(members(job)) == 3, "it has grown again")
+    job.until_event("restored", 5)
+    job.until(lambda: not any(node.running for node in job.cluster.nodes), "its end")
+    assert job.cluster.wait(60) == [0, 0, 0], job.cluster.tail()
+
+    started = {e["round"]: e for e in job.cluster.events("round_started")}
+    assert [started[number]["world_size"] for number in sorted(started)] == [3, 2, 3]
+    stayed = [name for name in first if name != lost]
+    assert all(name in started[number]["nodes"] for name in stayed for number in started)
+    for number, (before, now) in ((1, (3, 2)), (2, (2, 3))):
+        of_round = [e for e in job.cluster.events("restored") if e["round"] == number]
+        assert len(of_round) == now and {e["from_world_size"] for e in of_round} == {before}
+        [iteration] = {e["iteration"] for e in of_round}
+        assert started[number]["lost_iterations"] <= 1
+        for rank in range(now):
+            mine = torch.load(each / f"begun{number}.{rank}", weights_only=True)
+            theirs = torch.load(each / f"{iteration}.{rank % before}", weights_only=True)
+            assert mine.pop("iteration") == iteration and count_tensors(theirs) > 15
+            assert not differences(mine, theirs)
+    assert job.cluster.events("fell_back") == []
+    assert "taken with 3 ranks and redistributed to 2" in job.said()
+    assert not any(node.memory() for node in job.cluster.nodes)

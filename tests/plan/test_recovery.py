@@ -69,16 +69,31 @@ TABLE = {
     "durable newer than memory": ([node(0, slot(0, 10)), node(1, slot(1, 10))], 11, ("durable", 11, (), ())),
     "durable only": ([node(0), node(1)], 5, ("durable", 5, (), ())),
     "another world size": (
+        [node(0, slot(0, 10, world=4), slot(1, 10, world=4)), node(1, slot(2, 10, world=4), slot(3, 10, world=4))],
+        None,
+        ("memory", 10, (), ()),
+    ),
+    "half of another world": (
         [node(0, slot(0, 10, world=4), slot(1, 10, world=4)), node(1)],
         None,
-        ("none", None, (), ()),
+        ("none", None, (), (2, 3)),
+    ),
+    "another world, then ours": (
+        [node(0, slot(0, 10, world=1), slot(0, 11)), node(1, slot(1, 11))],
+        None,
+        ("memory", 11, (), ()),
+    ),
+    "another world, ours not yet complete": (
+        [node(0, slot(0, 10, world=1), slot(0, 11)), node(1)],
+        None,
+        ("memory", 10, (), ()),
     ),
     "another world size beside ours": (
         [node(0, slot(0, 90, world=4), slot(0, 10)), node(1, slot(1, 10), slot(1, 90, world=4))],
         None,
         ("memory", 10, (), ()),
     ),
-    "another world size, durable": ([node(0, slot(0, 10, world=4)), node(1)], 3, ("durable", 3, (), ())),
+    "another world size, durable": ([node(0, slot(0, 10, world=4)), node(1)], 3, ("durable", 3, (), (1, 2, 3))),
     "stale after a fall back": (  # round 1 went back to 5: round 0's 8 is of an abandoned course
         [node(0, slot(0, 8), slot(0, 5)), node(1, slot(1, 8), slot(1, 5), history=((0, 0), (1, 5)))],
         None,
@@ -185,7 +200,7 @@ def test_an_excluded_copy_is_not_used() -> None:
 
 def test_reasons_say_what_a_person_must_know() -> None:
     reason = plan_recovery(TABLE["another world size"][0]).reason
-    assert "iteration 10 of 4 ranks" in reason and "this job has 2 ranks" in reason
+    assert "iteration 10 of all 4 ranks, taken with 4 ranks and redistributed to 2" in reason
     assert "no copy of rank(s) 1" in plan_recovery(TABLE["both copies lost, durable"][0], 40).reason
     assert "1 to be pulled" in plan_recovery(TABLE["replica only"][0]).reason
 
@@ -193,7 +208,19 @@ def test_reasons_say_what_a_person_must_know() -> None:
 def test_newest_seen_is_of_valid_slots_only() -> None:
     assert plan_recovery(TABLE["stale after a fall back"][0]).newest_seen == 5
     assert plan_recovery(TABLE["both copies of rank 1 lost"][0]).newest_seen == 47
-    assert plan_recovery(TABLE["another world size"][0]).newest_seen is None
+    assert plan_recovery(TABLE["another world size"][0]).newest_seen == 10
+
+
+def test_a_plan_for_another_world_size_says_who_holds_what() -> None:
+    ten = [slot(owner, 10, world=3) for owner in range(3)]
+    plan = plan_recovery([node(0, ten[0], ten[1]), node(1, ten[1], ten[2])])
+    assert (plan.world_size, plan.copies) == (3, ((0, (0,)), (1, (0, 1)), (2, (1,))))
+    assert RecoveryPlan.from_json(plan.to_json()) == plan
+    without = plan_recovery([node(0, ten[0], ten[1]), node(1, ten[1], ten[2])], excluded=frozenset({(0, 1, 10)}))
+    assert dict(without.copies)[1] == (1,)
+    durable = plan_recovery([node(0), node(1)], 5, 8)
+    assert (durable.source, durable.iteration, durable.world_size, durable.copies) == ("durable", 5, 8, ())
+    assert plan_recovery([node(0, slot(0, 9)), node(1, slot(1, 9))]).world_size == 2
 
 
 # --- history -------------------------------------------------------------------------------------------
