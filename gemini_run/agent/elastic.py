@@ -32,6 +32,7 @@ from gemini_run.wire import ENV_WORKER, EXIT_FATAL, EXIT_REPLAN
 if TYPE_CHECKING:
     from gemini_run.agent.rendezvous import GeminiRendezvous
     from gemini_run.agent.runtime import NodeRuntime
+    from gemini_run.agent.signals import Forwarder
     from gemini_run.agent.state import AgentState
 
 ENV_GENERATION = "GEMINI_RESTART_GENERATION"  #: the round's number, equal on all nodes
@@ -153,6 +154,7 @@ class GeminiAgent(LocalElasticAgent):
         rendezvous: the handler that plans recovery before it lets a round begin.
         starter: starts the workers.
         state: kept up to date for the node's status.
+        signals: passes signals on to the workers.
         on_round: called after each rendezvous, before the workers start.
     """
 
@@ -168,6 +170,7 @@ class GeminiAgent(LocalElasticAgent):
         rendezvous: GeminiRendezvous,
         starter: WorkerStarter,
         state: AgentState,
+        signals: Forwarder,
         on_round: Any,
     ) -> None:
         timeout: dict[str, Any] = {} if shutdown_timeout is None else {"shutdown_timeout": shutdown_timeout}
@@ -183,6 +186,7 @@ class GeminiAgent(LocalElasticAgent):
         self._rendezvous_handler = rendezvous
         self._starter = starter
         self._state = state
+        self._signals = signals
         self._on_round = on_round
         self._budget = RestartBudget(spec.max_restarts)
         self.fatal: GeminiError | None = None  #: what a worker said that no restart can mend
@@ -194,6 +198,7 @@ class GeminiAgent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(role)
             return result
         except SignalException:
+            self._signals.turn()  # one that came just before (Slurm sends such a warning) comes first
             self._rendezvous_handler.leave()  # before the workers are stopped: that may take its time
             raise
 
@@ -219,6 +224,10 @@ class GeminiAgent(LocalElasticAgent):
         self._state.workers = {
             worker.local_rank: (worker.global_rank, pids[worker.local_rank]) for worker in worker_group.workers
         }
+        processes = self._processes()
+        self._signals.workers_started(
+            {worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers}
+        )
         self._state.phase = "running"
         self.grace = _RESTART_GRACE
         return pids
@@ -242,6 +251,7 @@ class GeminiAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_news(_NEWS_SECONDS)
+        self._signals.turn()
         if self._finished is not None:
             return self._await_peers(self._finished)
         failure = self._first_failure(worker_group)
