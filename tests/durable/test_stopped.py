@@ -87,3 +87,6 @@ def test_the_last_upload_is_whole_or_nothing(signals: int, gate: Gate, tmp_path:
         stored = [event["iteration"] for event in cluster.events("persisted")]
         assert [newest] == stored if signals == 1 else (newest, stored) == (None, [])
         assert newest is None or newest >= 5
+        given_up = [event["iteration"] for event in cluster.events("persist_abandoned")]
+        assert len(given_up) == signals - 1
+        assert ("did not reach the durable tier" in node.output()) == bool(given_up)
