@@ -59,5 +59,6 @@ def test_an_agent_is_told_to_end_and_started_again(late: bool, run: Make, refere
     restored = job.cluster.events("restored")
     assert len(restored) == 2 and {event["source"] for event in restored} <= {"local", "peer"}
     assert len({event["iteration"] for event in restored}) == 1 and restored[0]["iteration"] >= 14
+    assert sorted(event["round"] for event in job.cluster.events("round_started")) == [0, 0, 1, 1]
     first, second = (event for event in job.cluster.events("round_started") if event["node_rank"] == 0)
     assert first["nodes"] == second["nodes"], "ranks are sticky"
