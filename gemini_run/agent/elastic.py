@@ -212,6 +212,10 @@ class GeminiAgent(LocalElasticAgent):
         round_info = self._rendezvous_handler.round
         if round_info is None:
             raise RuntimeError("the rendezvous returned without a round")
+        if round_info.number > 0:
+            # Under a static rendezvous torch would give the workers --master-port again: in the store behind it the
+            # dead ranks' addresses still lie.
+            worker_group.master_addr, worker_group.master_port = round_info.store_host, round_info.store_port
         # torch numbers attempts per agent (max_restarts - remaining) and deletes the log folder of a number that
         # comes again. The round's number is the same on all nodes and never comes again.
         worker_group.spec.max_restarts = self._remaining_restarts + round_info.number
