@@ -5,8 +5,8 @@
 (a) Every iteration is checkpointed: stall of the call, and slowdown of training by the calls and all that runs behind
     them, against torch.save, DCP save and DCP async_save to /dev/shm; once with both workers on one node, once on two
     nodes that hold each other's replicas.
-(b) SIGKILL of a worker: time to the first finished step and to the first new one, iterations lost, against torchrun
-    with torch.save every 50 iterations.
+(b) SIGKILL of a worker: time to the first finished step and to the first new one, the same for a second worker right
+    after ("again"), iterations lost, against torchrun with torch.save every 50 iterations.
 
 All contenders of a part train the same model. Run it on an otherwise idle machine; the header names the load.
 Exit code 1 if gemini-run itself failed in any part; another contender that fails is shown as failed.
@@ -170,7 +170,8 @@ def show_stall(console: Console, result: dict[str, Any]) -> None:
 def show_recovery(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="(b) SIGKILL of one of two workers: medians from the kill on")
     table.add_column("launcher")
-    for column in ("first step", "first new step", "x gemini-run", "iterations lost (mean)", "iteration", "kills"):
+    columns = ("first step", "first new step", "x gemini-run", "again", "lost (mean)", "iteration", "kills")
+    for column in columns:
         table.add_column(column, justify="right")
     for name, entry in result["contenders"].items():
         if "failed" in entry:
@@ -178,8 +179,9 @@ def show_recovery(console: Console, result: dict[str, Any]) -> None:
             continue
         label = name.replace("torch.save", f"torch.save every {result['save_every']}")
         table.add_row(
-            label, f"{entry['first_step_median_s']:.2f} s", f"{entry['first_new_step_median_s']:.2f} s",
-            _ratio(entry["ratio_to_gemini_run"]), f"{entry['lost_iterations_mean']:.1f}",
+            label, _s(entry["first_step_median_s"]), _s(entry["first_new_step_median_s"]),
+            _ratio(entry["ratio_to_gemini_run"]), _s(entry["again_first_step_median_s"]),
+            f"{entry['lost_iterations_mean']:.1f}",
             _ms(entry["iteration_ms"]), str(len(entry["kills"])), style="bold" if name == RECOVERY_OURS else "",
         )  # fmt: skip
     console.print(table)
@@ -187,10 +189,16 @@ def show_recovery(console: Console, result: dict[str, Any]) -> None:
         if parts := entry.get("parts_median_s"):
             told = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items())
             console.print(f"{name}, ms after the kill (medians): {told}", markup=False, highlight=False)
+        if entry.get("zygote_bytes"):
+            console.print(f"{name}: the zygote holds {entry['zygote_bytes'] / 1e6:.0f} MB", highlight=False)
 
 
 def _ms(value: float) -> str:
     return f"{value:.1f} ms"
+
+
+def _s(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
 
 
 def _ratio(value: float | None) -> str:

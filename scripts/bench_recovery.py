@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from gemini_run.testing.nodes import LocalCluster, WaitTimeout
 WORKER = Path(__file__).with_name("bench_recovery_worker.py")
 SHARED_MEMORY = Path("/dev/shm")
 NUM_WORKERS = 2
-OURS, COLD, TORCHRUN = "gemini-run", "gemini-run --no-zygote", "torchrun + torch.save"
-CONTENDERS = (OURS, COLD, TORCHRUN)
+OURS, TWO, COLD, TORCHRUN = "gemini-run", "gemini-run two agents", "gemini-run --no-zygote", "torchrun + torch.save"
+CONTENDERS = (OURS, TWO, COLD, TORCHRUN)
+PART_EVENTS = ("worker_failed", "plan_made", "round_started", "zygote_forked", "restored")
 STARTING_SECONDS = 120.0
 RECOVERY_SECONDS = 120.0
 
@@ -90,11 +92,21 @@ def run_recovery(settings: RecoverySettings) -> dict[str, Any]:
 def _run(name: str, settings: RecoverySettings) -> dict[str, Any]:
     directory = Path(tempfile.mkdtemp(prefix="gemini-run-bench-", dir=SHARED_MEMORY))
     try:
-        with LocalCluster(nodes=1, workers_per_node=NUM_WORKERS, echo=False) as cluster:
+        nodes = 2 if name == TWO else 1
+        with LocalCluster(nodes=nodes, workers_per_node=NUM_WORKERS // nodes, echo=False) as cluster:
             job = _Job(cluster)
             job.start(name, settings, directory)
-            kills = [job.recover(kill) for kill in kills_of(settings)]
-            return {"iteration_s": job.iteration_seconds(), "kills": kills}
+            kills, again = [], []
+            for kill in kills_of(settings):
+                kills.append(job.recover(kill))
+                if name != TORCHRUN:  # whose distance from its last save that would change
+                    again.append(job.recover(Kill(1 - kill.rank, 0, 0.0)))
+            return {
+                "iteration_s": job.iteration_seconds(),
+                "kills": kills,
+                "again": again,
+                "zygote_bytes": max((event["bytes"] for event in cluster.events("zygote_ready")), default=None),
+            }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -109,9 +121,13 @@ class _Job:
         self._lines.touch()
         self._read = 0
         self.steps: list[Step] = []
+        self._groups: list[Step] = []  #: when a worker had its process group
 
     def start(self, name: str, settings: RecoverySettings, directory: Path) -> None:
         arguments = [str(WORKER), f"--batch={settings.batch}", f"--lines={self._lines}"]
+        if name == TWO:
+            self._cluster.start(*arguments)
+            return
         options = ["--standalone", f"--nproc-per-node={NUM_WORKERS}"]
         if name == TORCHRUN:
             arguments += [f"--save-every={settings.save_every}", f"--checkpoint={directory / 'checkpoint.pt'}"]
@@ -163,7 +179,7 @@ class _Job:
             "lost_iterations": last - min(step.iteration for step in first) + 1,
             "first_step_s": max(step.time for step in first) - killed,
             "first_new_step_s": max(step.time for step in new) - killed,
-            "parts_s": self._parts(killed, max(step.time for step in first)),
+            "parts_s": self._parts(killed, max(step.time for step in first), old),
         }
 
     def iteration_seconds(self) -> float:
@@ -176,14 +192,21 @@ class _Job:
             before[step.pid] = step
         return statistics.median(gaps)
 
-    def _parts(self, killed: float, first_step: float) -> dict[str, float]:
-        """Seconds after the kill of what gemini-run says in its event log; empty for others."""
+    def _parts(self, killed: float, first_step: float, old: set[int]) -> dict[str, float]:
+        """Seconds after the kill of what gemini-run says in its event log; empty for others. The last rank counts.
+
+        Args:
+            old: pids of the round before.
+        """
         events = [event for event in self._cluster.events() if event["t"] >= killed]
         if not events:
             return {}
         parts = {}
-        for name in ("worker_failed", "plan_made", "round_started", "zygote_forked", "restored"):
+        for name in PART_EVENTS:
             times = [event["t"] for event in events if event["event"] == name]
+            if name == "restored":
+                groups = [group.time for group in self._groups if group.pid not in old]
+                parts["process_group"] = max(groups, default=killed) - killed
             if times:
                 parts[name] = (min(times) if name == "worker_failed" else max(times)) - killed
         parts["first_step"] = first_step - killed
@@ -201,7 +224,7 @@ class _Job:
             self._pump()
             if predicate():
                 return True
-            if not self._node.running:
+            if not all(node.running for node in self._cluster.nodes):
                 raise RuntimeError(f"the job ended before {what}\n{self._cluster.tail()}")
             return False
 
@@ -215,8 +238,10 @@ class _Job:
             return
         self._read += len(whole) + 1
         for line in whole.decode().splitlines():
-            _, rank, iteration, at, pid = line.split()
-            self.steps.append(Step(int(rank), int(iteration), float(at), int(pid)))
+            what, rank, iteration, at, pid = line.split()
+            (self.steps if what == "STEP" else self._groups).append(
+                Step(int(rank), int(iteration), float(at), int(pid))
+            )
 
 
 def _summary(raw: dict[str, Any]) -> dict[str, Any]:
@@ -229,5 +254,13 @@ def _summary(raw: dict[str, Any]) -> dict[str, Any]:
         "first_new_step_median_s": statistics.median(kill["first_new_step_s"] for kill in kills),
         "lost_iterations_mean": statistics.mean(kill["lost_iterations"] for kill in kills),
         "parts_median_s": {name: statistics.median(values) for name, values in parts.items()},
+        "again_first_step_median_s": _median(kill["first_step_s"] for kill in raw["again"]),
+        "zygote_bytes": raw["zygote_bytes"],
+        "again": raw["again"],
         "kills": kills,
     }
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None

@@ -34,6 +34,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    lines = os.open(args.lines, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.write(lines, f"GROUP {rank} 0 {time.time():.6f} {os.getpid()}\n".encode())
     torch.manual_seed(0)
     layers = [layer for _ in range(HIDDEN_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     model = nn.Sequential(*layers)
@@ -46,7 +48,6 @@ def main() -> None:
         if args.save_every
         else with_gemini_run(model, optimizer)
     )
-    lines = os.open(args.lines, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for iteration in itertools.count(start + 1):  # until it is killed for good
         ddp(data).square().mean().backward()
         optimizer.step()

@@ -13,7 +13,7 @@ import json
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -156,6 +156,7 @@ class GeminiAgent(LocalElasticAgent):
         state: kept up to date for the node's status.
         signals: passes signals on to the workers.
         on_round: called after each rendezvous, before the workers start.
+        on_start: called once they have started.
     """
 
     def __init__(
@@ -171,7 +172,8 @@ class GeminiAgent(LocalElasticAgent):
         starter: WorkerStarter,
         state: AgentState,
         signals: Forwarder,
-        on_round: Any,
+        on_round: Callable[[], None],
+        on_start: Callable[[], None],
     ) -> None:
         timeout: dict[str, Any] = {} if shutdown_timeout is None else {"shutdown_timeout": shutdown_timeout}
         super().__init__(
@@ -188,6 +190,7 @@ class GeminiAgent(LocalElasticAgent):
         self._state = state
         self._signals = signals
         self._on_round = on_round
+        self._on_start = on_start
         self._budget = RestartBudget(spec.max_restarts)
         self.fatal: GeminiError | None = None  #: what a worker said that no restart can mend
         self._finished: RunResult | None = None  #: this node's workers succeeded; peers may still train
@@ -234,6 +237,7 @@ class GeminiAgent(LocalElasticAgent):
         )
         self._state.phase = "running"
         self.grace = _RESTART_GRACE
+        self._on_start()
         return pids
 
     def start_worker(

@@ -259,6 +259,7 @@ class _Node:
             state=self._state,
             signals=self.signals,
             on_round=self._on_round,
+            on_start=self._reporter.poke,
         )
 
     def _on_round(self) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+INTERFACE = "eth0"  #: of each node of a Network
 _NETWORK = "10.213.77"  # seen only inside the namespaces made here
 
 
@@ -105,14 +106,14 @@ class Network:
         name = self._node(index)
         self._add(name)
         port = self._port(index)
-        _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port,
+        _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port,
              "netns", self._hub)  # fmt: skip
         _ip(self._hub, "link", "set", port, "master", "bridge", "up")
         _ip(name, "link", "set", "lo", "up")
-        _ip(name, "address", "add", f"{self.address(index)}/24", "dev", "eth0")
-        _ip(name, "link", "set", "eth0", "up")
+        _ip(name, "address", "add", f"{self.address(index)}/24", "dev", INTERFACE)
+        _ip(name, "link", "set", INTERFACE, "up")
         if self._rate:
-            for namespace, device in ((name, "eth0"), (self._hub, port)):
+            for namespace, device in ((name, INTERFACE), (self._hub, port)):
                 _run("tc", "-netns", namespace, "qdisc", "add", "dev", device, "root", "tbf",
                      "rate", self._rate, "burst", "256kb", "latency", "100ms")  # fmt: skip
 

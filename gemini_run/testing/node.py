@@ -14,7 +14,7 @@ from pathlib import Path
 from gemini_run.config import env_name
 from gemini_run.ids import RunId
 from gemini_run.memory.segment import BeaconState, node_directories, read_beacons
-from gemini_run.testing.namespaces import Network, SharedMemory
+from gemini_run.testing.namespaces import INTERFACE, Network, SharedMemory
 from gemini_run.testing.processes import (
     MARKER,
     WaitTimeout,
@@ -69,6 +69,8 @@ class Node:
         if memory is None:
             plain_memory.mkdir(parents=True, exist_ok=True)
             self._environment[env_name("memory_dir")] = str(plain_memory)
+        if network is not None:  # the machine's own name is no address in there, and gloo would ask for it
+            self._environment["GLOO_SOCKET_IFNAME"] = INTERFACE
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
 

@@ -10,6 +10,7 @@ import select
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,10 @@ from gemini_run.agent import address
 from gemini_run.agent import server as server_module
 from gemini_run.agent.address import advertised_address
 from gemini_run.agent.rendezvous import GeminiRendezvous
-from gemini_run.agent.runtime import NodeRuntime, RoundInfo
-from gemini_run.agent.server import AgentServer
+from gemini_run.agent.runtime import NodeRuntime, PeerNode, RoundInfo
+from gemini_run.agent.server import AgentServer, call
 from gemini_run.config import Settings
-from gemini_run.errors import ConfigError, Unrecoverable
+from gemini_run.errors import CallerLate, ConfigError, Unrecoverable
 from gemini_run.journal import read_events
 from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
 from gemini_run.memory.slots import Slot
@@ -101,11 +102,12 @@ class Node:
 
 
 class Job:
-    def __init__(self, tmp_path: Path, num_nodes: int) -> None:
+    def __init__(self, tmp_path: Path, num_nodes: int, least: int | None = None) -> None:
         self.paths = RunPaths(tmp_path / "run")
         self.paths.root.mkdir()
         self._base = tmp_path
         self._num_nodes = num_nodes
+        self._least = least or num_nodes
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pool = ThreadPoolExecutor(8)
         self.nodes: list[Node] = []
@@ -114,7 +116,7 @@ class Job:
         """A fresh node. Nodes are told apart by torch through a counter, so they may share the process."""
         store = dist.TCPStore("127.0.0.1", self._store.port, is_master=False, wait_for_workers=False)
         inner = DynamicRendezvousHandler.from_backend(
-            "job", store, C10dRendezvousBackend(store, "job"), self._num_nodes, self._num_nodes,
+            "job", store, C10dRendezvousBackend(store, "job"), self._least, self._num_nodes,
             local_addr="127.0.0.1", timeout=RendezvousTimeout(),
         )  # fmt: skip
         node = Node("job", inner, self._base, settings or Settings(), self.paths)
@@ -141,8 +143,8 @@ class Job:
 def job(tmp_path: Path) -> Iterator[Callable[[int], Job]]:
     jobs: list[Job] = []
 
-    def make(num_nodes: int) -> Job:
-        jobs.append(Job(tmp_path, num_nodes))
+    def make(num_nodes: int, least: int | None = None) -> Job:
+        jobs.append(Job(tmp_path, num_nodes, least))
         return jobs[-1]
 
     yield make
@@ -295,6 +297,119 @@ def test_a_node_that_dies_while_the_round_forms_sends_the_others_back(
     [other] = run.form(c)
     assert waiting.result(PATIENCE).nodes == other.nodes
     assert sorted(ids([a, c])) == sorted(peer.node_id for peer in other.nodes)
+
+
+# --- spares, and jobs of MIN:MAX -------------------------------------------------------------------------------------
+
+
+def waits_as_spare(run: Job, node: Node) -> None:
+    end = time.monotonic() + PATIENCE
+    while not any(event["node"] == node.memory.node_id for event in run.events("spare_waiting")):
+        assert time.monotonic() < end, "it does not wait as a spare"
+        time.sleep(0.02)
+
+
+def test_spares_take_no_place_of_those_who_re_form_and_the_place_of_one_who_is_lost(
+    job: Callable[..., Job],
+) -> None:
+    run = job(2)
+    members = [run.node(), run.node()]
+    first = run.form(*members)
+    spares = [run.node(), run.node()]
+    told: list[bool] = []
+    spares[0].rendezvous.on_spare = told.append
+    waiting = dict(zip(spares, run.start(*spares), strict=True))
+    for spare in spares:
+        waits_as_spare(run, spare)
+    for _ in range(6):
+        assert all(node.rendezvous.num_nodes_waiting() == 0 for node in members)
+        again = run.form(*members)
+        assert [r.node_rank for r in again] == [r.node_rank for r in first]
+    assert told == [True]
+
+    by_rank(members)[1].dies()
+    survivor = by_rank(members)[0]
+    assert survivor.wakes()
+    [old] = run.form(survivor)
+    chosen = next(spare for spare in spares if spare.memory.node_id in {node.node_id for node in old.nodes})
+    assert waiting.pop(chosen).result(PATIENCE).node_rank == 1
+    assert old.node_rank == 0
+    if chosen is spares[0]:
+        assert told == [True, False]
+    [other] = waiting
+    assert not waiting[other].done()
+    other.inner.set_closed()
+
+
+def test_a_job_that_may_shrink_goes_on_with_fewer_and_grows_again(job: Callable[..., Job]) -> None:
+    """Without torch's last call of 30 s, which this would count as hung."""
+    run = job(3, least=1)
+    settings = Settings(shrink_after=0.3)
+    nodes = [run.node(settings) for _ in range(3)]
+    run.form(*nodes)
+    lost = by_rank(nodes)[1]
+    stay = [node for node in nodes if node is not lost]
+    ranks = {node: node.round.node_rank for node in stay}
+    lost.dies()
+    assert all(node.wakes() for node in stay)
+    began = time.monotonic()
+    rounds = run.form(*stay)
+    assert time.monotonic() - began < 15, "torch's last call was waited for"
+    assert {r.num_nodes for r in rounds} == {2} and {r.number for r in rounds} == {1}
+    order = sorted(stay, key=lambda node: ranks[node])
+    assert [node.round.node_rank for node in order] == [0, 1]
+
+    newcomer = run.node(settings)
+    [coming] = run.start(newcomer)
+    end = time.monotonic() + PATIENCE
+    while not all(node.rendezvous.num_nodes_waiting() for node in stay):
+        assert time.monotonic() < end, "the newcomer is not seen"
+        time.sleep(0.02)
+    rounds = run.form(*stay)
+    assert coming.result(PATIENCE).node_rank == 2
+    assert {r.num_nodes for r in rounds} == {3} and {r.number for r in rounds} == {2}
+
+
+def test_a_lost_node_may_be_replaced_before_the_job_shrinks(job: Callable[..., Job]) -> None:
+    run = job(2, least=1)
+    settings = Settings(shrink_after=3600)
+    nodes = [run.node(settings), run.node(settings)]
+    run.form(*nodes)
+    nodes[1].dies()
+    assert nodes[0].wakes()
+    [waiting] = run.start(nodes[0])
+    time.sleep(0.5)
+    assert not waiting.done()
+    newcomer = run.node(settings)
+    [new] = run.form(newcomer)
+    assert new.num_nodes == waiting.result(PATIENCE).num_nodes == 2
+
+
+def test_a_node_that_its_peers_gave_up_comes_back_as_a_newcomer(job: Callable[..., Job]) -> None:
+    run = job(2)
+    a, b = run.node(), run.node()
+    run.form(a, b)
+    membership = a.rendezvous._membership
+    assert membership is not None
+    membership.evict({a.rendezvous._names[b.memory.node_id]})
+    spare = run.node()
+    a_waits, spare_waits = run.start(a, spare)
+    assert a_waits.result(PATIENCE).nodes == spare_waits.result(PATIENCE).nodes
+    assert b.rendezvous.num_nodes_waiting() > 0
+    [back] = run.start(b)
+    waits_as_spare(run, b)
+    assert [e["node"] for e in run.events("node_returned")] == [b.memory.node_id]
+    assert b.rendezvous.round is None, "what it believed of its peers and its rank is void"
+    # Late: of a round that the others have left.
+    with pytest.raises(CallerLate, match="late: of round 0, this node is in 1"):
+        call(peer_of(a), "reform", {"round": 0}, a.server.token, PATIENCE, generation=0)
+    assert a.rendezvous.num_nodes_waiting() == 0
+    assert not back.done()
+    b.inner.set_closed()
+
+
+def peer_of(node: Node) -> PeerNode:
+    return node.rendezvous._myself()
 
 
 def test_all_copies_of_a_rank_lost_without_a_durable_tier(
@@ -451,4 +566,10 @@ def test_what_membership_relies_on_in_torch() -> None:
     assert inspect.getsource(DynamicRendezvousHandler.next_rendezvous).index("_stop_heartbeats") > 0
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in inspect.getsource(DynamicRendezvousHandler.next_rendezvous)
     fields = {field.name for field in dataclasses.fields(torch_dynamic.RendezvousSettings)}
-    assert {"keep_alive_interval", "keep_alive_max_attempt", "max_nodes"} <= fields
+    assert {"keep_alive_interval", "keep_alive_max_attempt", "max_nodes", "min_nodes", "timeout"} <= fields
+    assert "_RendezvousJoinOp()" in source
+    assert list(inspect.signature(torch_dynamic._RendezvousJoinOp.__call__).parameters) == ["self", "ctx", "deadline"]
+    assert {"SYNC", "KEEP_ALIVE", "MARK_RENDEZVOUS_COMPLETE", "ADD_TO_REDUNDANCY_LIST",
+            "REMOVE_FROM_REDUNDANCY_LIST"} <= set(torch_dynamic._Action.__members__)  # fmt: skip
+    assert list(inspect.signature(torch_dynamic._should_keep_alive).parameters) == ["ctx"]
+    assert isinstance(torch_dynamic.RendezvousTimeout().last_call, timedelta)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import pytest
 from gemini_run.agent.monitor import Monitor
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.agent.server import BEAT, FINISHED, LEFT, AgentServer, call
-from gemini_run.errors import PeerLost, Unrecoverable
+from gemini_run.errors import CallerLate, PeerLost, Unrecoverable
 from gemini_run.memory.segment import NodeMemory
 from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.peers.pull import Source, pull_slot
+from gemini_run.plan.health import SILENCE_SECONDS, STALL_SECONDS
 from gemini_run.testing.slotfiles import write_slot
 
 PATIENCE = 30.0
@@ -148,6 +151,46 @@ def test_call(server: AgentServer) -> None:
     answer = call(peer_of(server), "add", {"a": 1, "b": 2}, server.token, PATIENCE)
     assert answer["sum"] == 3
     assert answer["thread"].startswith("gemini-rpc")  # never on the event loop
+
+
+def test_what_comes_of_an_older_round_is_refused(server: AgentServer, memory: NodeMemory) -> None:
+    write_slot(memory.paths.slot(0, 0), iteration=5, tensors={"w": b"x" * 5000}, owner=0)
+    called: list[int] = []
+    server.rpc("note", lambda payload: called.append(payload["round"]) or {})  # type: ignore[func-returns-value]
+    server.generation = 3
+    for generation, refused in ((2, True), (3, False), (4, False), (None, False)):
+        if refused:
+            with pytest.raises(CallerLate, match="late: of round 2, this node is in 3"):
+                call(peer_of(server), "note", {"round": 2}, server.token, PATIENCE, generation=generation)
+        else:
+            call(peer_of(server), "note", {"round": generation}, server.token, PATIENCE, generation=generation)
+    assert called == [3, 4, None]
+    late, present = (Source("127.0.0.1", server.port, server.token, generation=n) for n in (2, 3))
+    elsewhere = NodeMemory.claim("other", memory.paths.root.parent.parent)
+    with pytest.raises(PeerLost, match="412"):
+        pull_slot(elsewhere, 0, 5, late)
+    assert pull_slot(elsewhere, 0, 5, present).header.iteration == 5
+
+
+def test_a_watcher_that_was_stopped_itself_gives_no_verdict_on_its_peers(
+    remote: tuple[subprocess.Popen[str], PeerNode],
+) -> None:
+    process, peer = remote
+    verdicts = Verdicts()
+    now = [1000.0]
+    verdicts.monitor = Monitor(verdicts.monitor._on_lost, clock=lambda: now[0])
+    watched(peer, verdicts.monitor)
+    process.send_signal(signal.SIGSTOP)  # so that nothing is heard
+    now[0] += 60  # this process was not running for a minute
+    assert verdicts.monitor._pulse.awake_since() == now[0]
+    time.sleep(SILENCE_SECONDS + 1)
+    assert verdicts.said.empty()
+    for _ in range(8):  # it runs again, and still hears nothing
+        now[0] += STALL_SECONDS / 2
+        verdicts.monitor._pulse.awake_since()
+    node, said = verdicts.next()
+    assert node == "n1" and "silent" in said
+    verdicts.monitor.stop()
 
 
 def test_a_blocked_handler_blocks_nobody_else(server: AgentServer) -> None:

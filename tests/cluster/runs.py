@@ -111,7 +111,7 @@ def run() -> Iterator[Callable[..., Run]]:
     clusters: list[LocalCluster] = []
 
     def make(nodes: int = 2, workers: int = 1, kind: NodeKind = "process", world: int | None = None) -> Run:
-        if kind != "process" and (reason := require_root_namespaces()):
+        if kind != "process" and (reason := require_root_namespaces(network=kind == "net")):
             pytest.skip(reason)
         cluster = LocalCluster(nodes=nodes, workers_per_node=workers, kind=kind, echo=False)
         cluster.__enter__()

@@ -9,7 +9,9 @@ from gemini_run.plan.health import (
     HEARTBEAT_SECONDS,
     RING_WATCHES,
     SILENCE_SECONDS,
+    STALL_SECONDS,
     Observation,
+    awake_since,
     patience,
     verdict,
     watch_targets,
@@ -58,3 +60,8 @@ def test_patience_runs_out_when_the_verdict_comes() -> None:
     assert patience(HEARD, 100.0) == SILENCE_SECONDS
     assert patience(HEARD, 101.0) == SILENCE_SECONDS - 1
     assert patience(HEARD, 200.0) == 0.0
+
+
+def test_who_was_frozen_itself_has_been_listening_only_since_then() -> None:
+    assert awake_since(10.0, 50.0, 50.0 + STALL_SECONDS) == 10.0
+    assert awake_since(10.0, 50.0, 58.0) == 58.0

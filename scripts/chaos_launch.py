@@ -1,10 +1,4 @@
-"""Random failures for as long as you like: every run must end with the very state of one that nothing happened to.
-
-Short jobs (episodes), one after the other, each hit by killed workers, agents and nodes, stopped agents and frozen
-nodes, also while it recovers from the one before. Exit code 0 only if each ended well: exit codes, weights, optimizer
-state and generators equal to the bit, no more repeated than promised, no fall back while a copy was left, no process
-and no memory left behind. An episode that failed can be had again, as far as time is the same: --seed.
-"""
+"""Random failures of a small job: what `chaos.py --kind launch` does to it, and what must be true at its end."""
 
 from __future__ import annotations
 
@@ -15,37 +9,25 @@ import os
 import random
 import signal
 import socket
-import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from gemini_run.testing.compare import count_tensors, differences
-from gemini_run.testing.nodes import (
-    LocalCluster,
-    Node,
-    NodeKind,
-    WaitTimeout,
-    free_port,
-    require_root_namespaces,
-    wait_for,
-)
+from gemini_run.testing.nodes import LocalCluster, Node, free_port, wait_for
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "tests" / "cluster" / "job.py"
 PATIENCE = 120.0  #: seconds until a job that makes no progress counts as stuck
 SOON = 0.35  #: share of failures that come while the one before is being recovered from
 FROZEN_SECONDS = (0.5, 5.0)  #: silence alone counts as loss after 2.5 s
-WEIGHTS = {"worker": 4, "workers": 1, "agent": 2, "node": 3, "stop": 1, "freeze": 1}
+WEIGHTS = {"worker": 4, "workers": 1, "agent": 2, "node": 3, "stop": 1, "freeze": 1, "member": 1, "cut": 1}
 #: most iterations that a round may repeat: those in flight, and after the loss of a node one more
 REPEATED = 2
 
 
 def say(message: str = "") -> None:
-    print(f"soak: {message}" if message else "", flush=True)
+    print(f"chaos: {message}" if message else "", flush=True)
 
 
 class Failed(Exception):
@@ -54,9 +36,10 @@ class Failed(Exception):
 
 @dataclasses.dataclass
 class Tally:
-    """What happened in all episodes."""
+    """What happened in all episodes. A round is a failure and the recovery from it."""
 
     episodes: int = 0
+    rounds: int = 0
     faults: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     seconds: list[float] = dataclasses.field(default_factory=list)  # from a failure to all training again
     repeated: int = 0
@@ -67,17 +50,19 @@ class Episode:
     """One job and what it is put through.
 
     Args:
-        any_node: also the first node may be lost (its rendezvous outlives it).
+        most: failures in this job.
     """
 
-    def __init__(self, cluster: LocalCluster, args: argparse.Namespace, seed: int, tally: Tally) -> None:
+    def __init__(self, cluster: LocalCluster, args: argparse.Namespace, seed: int, tally: Tally, most: int) -> None:
         self.cluster = cluster
         self.args = args
         self.rng = random.Random(seed)
         self.tally = tally
+        self.most = most
+        self.rounds = 0
         self.world = args.nodes * args.workers
         self.out = cluster.scratch / "out"
-        self.mortal = cluster.nodes if args.backend == "gemini" else cluster.nodes[1:]
+        self.mortal = cluster.nodes[1:] if args.backend == "c10d" else cluster.nodes
         self.weakened: tuple[float, int] | None = None  # when, and how far all were, as a node was last away
         self.may_fall_back = False
         self.exposed_at: int | None = None  # a node was lost: no copy to spare until all have gone on from here
@@ -88,11 +73,11 @@ class Episode:
         durable = self.cluster.scratch / "durable"
         options = [f"--durable={durable}", "--durable-interval=40it", f"--rdzv-backend={self.args.backend}"]
         if self.args.backend == "gemini":
-            options.append("--rdzv-endpoint=" + ",".join(f"127.0.0.1:{free_pair()}" for _ in self.cluster.nodes))
+            options.append("--rdzv-endpoint=" + ",".join(f"{n.address}:{free_pair()}" for n in self.cluster.nodes))
         job = [f"--steps={self.args.steps}", f"--pause={self.args.pause}", f"--out={self.out}"]
         self.cluster.start(JOB, *job, options=options)
         self.until(lambda: self.iteration() >= 3, "the first iterations")
-        while not self.ending():
+        while self.rounds < self.most and not self.ending():
             failed_at, done = time.time(), self.furthest()
             if not self.fail():
                 time.sleep(0.02)
@@ -115,7 +100,9 @@ class Episode:
         happened = getattr(self, kind)()
         if happened:
             self.tally.faults[kind] += 1
-            if kind in ("agent", "stop", "node", "freeze"):
+            self.tally.rounds += 1
+            self.rounds += 1
+            if kind in ("agent", "stop", "node", "freeze", "member", "cut"):
                 self.weakened = (time.time(), self.furthest())  # from when it is back
         return bool(happened)
 
@@ -172,6 +159,27 @@ class Episode:
         node.freeze()
         time.sleep(seconds)
         node.thaw()
+        return True
+
+    def member(self) -> bool:
+        """Of the rendezvous' etcd, where the nodes run it; its agent starts it again."""
+        node = self.some_node() if self.args.backend == "gemini" else None
+        pid = next((pid for pid in node.processes() if program(pid) == "etcd"), None) if node else None
+        if node is None or pid is None:
+            return False
+        self.note(f"SIGKILL of node {node.index}'s etcd member")
+        kill(pid, signal.SIGKILL)
+        return True
+
+    def cut(self) -> bool:
+        node = self.some_node() if self.args.network else None
+        if node is None:
+            return False
+        seconds = self.rng.uniform(*FROZEN_SECONDS)
+        self.note(f"node {node.index}'s link is cut for {seconds:.1f} s")
+        node.cut_link()
+        time.sleep(seconds)
+        node.restore_link()
         return True
 
     def some_node(self) -> Node | None:
@@ -272,6 +280,14 @@ def kill(pid: int, number: signal.Signals) -> None:
         pass  # it ended by itself, just now
 
 
+def program(pid: int) -> str:
+    """Name of a process's program, "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def free_pair() -> int:
     """A port that is free, as the next is: an etcd member takes both."""
     while True:
@@ -282,85 +298,3 @@ def free_pair() -> int:
                 return port
             except OSError:
                 continue  # the next is taken
-
-
-def reference(args: argparse.Namespace, out: Path) -> None:
-    """The job under plain torchrun, undisturbed. Raises: subprocess.CalledProcessError."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={args.nodes * args.workers}", str(JOB), f"--steps={args.steps}", f"--out={out}"]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
-def soak(args: argparse.Namespace, scratch: Path) -> Tally:
-    """Raises: Failed, WaitTimeout."""
-    end = time.monotonic() + 60 * args.minutes
-    tally = Tally()
-    reference(args, scratch / "reference")
-    seed = args.seed
-    while not tally.episodes or (time.monotonic() < end and (args.episodes or 10**9) > tally.episodes):
-        say(f"episode {tally.episodes + 1}, --seed {seed}")
-        with LocalCluster(nodes=args.nodes, workers_per_node=args.workers, kind=args.kind, echo=False) as cluster:
-            episode = Episode(cluster, args, seed, tally)
-            try:
-                episode.run()
-                if found := episode.differs_from(scratch / "reference"):
-                    raise Failed("the final state is another: " + "; ".join(found[:5]))
-            except (Failed, WaitTimeout):
-                keep(cluster, args.keep)
-                raise
-        tally.episodes += 1
-        seed += 1
-    return tally
-
-
-def keep(cluster: LocalCluster, where: Path | None) -> None:
-    """Copy what the nodes said, and the events, out of a failed episode."""
-    if where is None:
-        return
-    where.mkdir(parents=True, exist_ok=True)
-    for path in [*cluster.scratch.glob("*.out"), cluster.paths.events]:
-        if path.exists():
-            (where / path.name).write_bytes(path.read_bytes())
-    say(f"its logs are in {where}")
-
-
-def report(tally: Tally) -> None:
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in tally.faults.most_common())
-    say(f"{tally.episodes} episode(s), {sum(tally.faults.values())} failures ({kinds})")
-    if tally.seconds:
-        say(
-            f"training again after {statistics.median(tally.seconds):.2f} s (median of {len(tally.seconds)}), at most "
-            f"{max(tally.seconds):.2f} s; frozen and started nodes included"
-        )
-    say(f"{tally.repeated} iteration(s) repeated, {tally.fell_back} time(s) back to the durable tier")
-    say("every final state is torch.equal to the undisturbed run's")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="begin no episode after these (at least one)")
-    parser.add_argument("--episodes", type=int, help="at most so many")
-    parser.add_argument("--seed", type=int, default=1, help="of the first episode; each has the next")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=1, help="per node")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--pause", type=float, default=0.05, help="seconds that an iteration takes longer")
-    parser.add_argument("--backend", choices=["c10d", "gemini"], default="c10d",
-                        help="c10d: the first node lives; gemini: any may be lost")  # fmt: skip
-    parser.add_argument("--plain", action="store_true", help="plain processes, even where namespaces can be had")
-    parser.add_argument("--keep", type=Path, help="folder for the logs of an episode that failed")
-    args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster cleans up
-    kind: NodeKind = "process" if args.plain or require_root_namespaces() else "shm"
-    args.kind = kind
-    with tempfile.TemporaryDirectory(prefix="gemini-run-soak-") as scratch:
-        try:
-            report(soak(args, Path(scratch)))
-        except (Failed, WaitTimeout, subprocess.CalledProcessError) as error:
-            say(f"FAILED: {error}")
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
