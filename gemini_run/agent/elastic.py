@@ -218,7 +218,8 @@ class GeminiAgent(LocalElasticAgent):
         if round_info.number > 0:
             # Under a static rendezvous torch would give the workers --master-port again: in the store behind it the
             # dead ranks' addresses still lie.
-            worker_group.master_addr, worker_group.master_port = round_info.store_host, round_info.store_port
+            worker_group.master_addr = round_info.store_host  # type: ignore[assignment]  # declared as None
+            worker_group.master_port = round_info.store_port  # type: ignore[assignment]
         # torch numbers attempts per agent (max_restarts - remaining) and deletes the log folder of a number that
         # comes again. The round's number is the same on all nodes and never comes again.
         worker_group.spec.max_restarts = self._remaining_restarts + round_info.number

@@ -141,10 +141,6 @@ def _run_node(
     config: LaunchConfig, entrypoint: str, words: list[str], paths: RunPaths, settings: Settings, first: bool
 ) -> dict[int, Any]:
     """This node's part of the run, in the place of torch's ``launch_agent``: its return value and its errors."""
-    # Read by torch where it starts the workers.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals.end_by(
-        config.signals_to_handle, lambda number: SignalException(f"got {number.name}", number)
-    )
     become_subreaper()
     initialize_metrics(MetricsConfig(config.metrics_cfg))
     try:
@@ -183,6 +179,11 @@ def _run_node(
         node = _Node(config, entrypoint, words, runtime, starter, member)
         stack.callback(node.signals.close)
         stack.enter_context(node.companions(ending))
+        # Not before: connecting to a rendezvous host that is not up blocks outside Python, where no handler runs.
+        # The variable is read by torch where it starts the workers.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals.end_by(
+            config.signals_to_handle, lambda number: SignalException(f"got {number.name}", number)
+        )
         return node.run(ending)
 
 

@@ -1,10 +1,11 @@
 """Signals to the launcher: those that end it, and SIGUSR1 and SIGUSR2, which are the workers'.
 
-SIGTERM, SIGINT, SIGHUP, SIGQUIT (what ``--signals-to-handle`` names) end this node's part of the run, from the start
-of its agent on. SIGUSR1 and SIGUSR2 never end it: each goes to the workers of this node that catch it. One that comes
-while no worker runs (a round is being formed, a spare waits) goes to the workers of the next round. A worker that does
-not catch it may be about to: it is given the signal later if it comes to catch it within SET_UP_SECONDS of its start
-and before its first iteration is finished. Nothing here imports torch: the launcher does that only after `hold`.
+SIGTERM, SIGINT, SIGHUP, SIGQUIT (what ``--signals-to-handle`` names) end this node's part of the run in order from when
+it joins the rendezvous; before that, they just end the process. SIGUSR1 and SIGUSR2 never end it: each goes to the
+workers of this node that catch it. One that comes while no worker runs (a round is being formed, a spare waits) goes to
+the workers of the next round. A worker that does not catch it may be about to: it is given the signal later if it comes
+to catch it within SET_UP_SECONDS of its start and before its first iteration is finished. Nothing here imports torch:
+the launcher does that only after `hold`.
 """
 
 from __future__ import annotations
