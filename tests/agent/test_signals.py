@@ -374,3 +374,41 @@ def test_workers_have_the_shutdown_timeout_to_end(
     assert [(tmp_path / f"got{rank}").exists() for rank in "01"] == [done] * 2
     workers = {int((tmp_path / f"ready{rank}").read_text()) for rank in "01"}
     assert not living(workers)
+
+
+#: argv: folder. Writes down what comes, and ends at nothing.
+STUBBORN = """
+import os, signal, sys, time
+from pathlib import Path
+got = Path(sys.argv[1], "got" + os.environ["RANK"])
+def note(number, frame):
+    with got.open("a") as file:
+        file.write(signal.Signals(number).name + " ")
+for name in ("SIGTERM", "SIGINT"):
+    signal.signal(getattr(signal, name), note)
+Path(sys.argv[1], "ready" + os.environ["RANK"]).write_text(str(os.getpid()))
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.cluster
+def test_repeated_signals_leave_no_worker_behind(home: Path, tmp_path: Path) -> None:
+    words = ["--shutdown-timeout=100", "--nproc-per-node=2", script(tmp_path, STUBBORN), tmp_path]
+    with started_job(home, *words) as job:
+        wait_until(lambda: ready(tmp_path), "workers run")
+        workers = {int((tmp_path / f"ready{rank}").read_text()) for rank in "01"}
+        for seen in (["SIGINT"], ["SIGINT", "SIGTERM"]):
+            job.send_signal(signal.SIGINT)
+            wait_until(
+                lambda seen=seen: [text.split() for text in heard(tmp_path)] == [seen] * 2,
+                f"workers have {seen}",
+            )
+        assert job.poll() is None, "they have the whole --shutdown-timeout"
+        job.send_signal(signal.SIGINT)
+        assert job.wait(PATIENCE) == 1
+    assert not living(workers)
+
+
+def heard(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("got?"))]
