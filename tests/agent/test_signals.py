@@ -273,6 +273,24 @@ def test_a_user_signal_while_a_round_forms_reaches_its_workers(home: Path, tmp_p
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("ours", [(), ("--no-zygote",)], ids=["zygote", "cold"])
+def test_a_user_signal_during_recovery_reaches_the_new_workers(
+    home: Path, tmp_path: Path, ours: tuple[str, ...]
+) -> None:
+    dies = (
+        "import os\nif os.environ['GEMINI_RESTART_GENERATION'] + os.environ['RANK'] == '01': os.kill(os.getpid(), 9)\n"
+    )
+    with started_job(home, *ours, "--nproc-per-node=2", script(tmp_path, dies + CATCH), tmp_path) as job:
+        wait_until(lambda: events(home, "worker_failed"), "rank 1 has died")
+        job.send_signal(signal.SIGUSR1)
+        output, _ = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, output
+    assert reached(tmp_path) == ["SIGUSR1", "SIGUSR1"]
+    [event] = events(home, "user_signal")
+    assert (event["outcome"], event["ranks"]) == ("forwarded", [0, 1])
+
+
+@pytest.mark.cluster
 def test_a_node_that_waits_for_others_is_ended(home: Path, tmp_path: Path) -> None:
     words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=r"]
     with started_job(home, *words, script(tmp_path, WAIT), tmp_path) as job:
