@@ -32,6 +32,7 @@ from gemini_run.wire import ENV_WORKER, EXIT_FATAL, EXIT_REPLAN
 if TYPE_CHECKING:
     from gemini_run.agent.rendezvous import GeminiRendezvous
     from gemini_run.agent.runtime import NodeRuntime
+    from gemini_run.agent.signals import Forwarder
     from gemini_run.agent.state import AgentState
 
 ENV_GENERATION = "GEMINI_RESTART_GENERATION"  #: the round's number, equal on all nodes
@@ -153,6 +154,7 @@ class GeminiAgent(LocalElasticAgent):
         rendezvous: the handler that plans recovery before it lets a round begin.
         starter: starts the workers.
         state: kept up to date for the node's status.
+        signals: passes signals on to the workers.
         on_round: called after each rendezvous, before the workers start.
         on_start: called once they have started.
     """
@@ -169,6 +171,7 @@ class GeminiAgent(LocalElasticAgent):
         rendezvous: GeminiRendezvous,
         starter: WorkerStarter,
         state: AgentState,
+        signals: Forwarder,
         on_round: Callable[[], None],
         on_start: Callable[[], None],
     ) -> None:
@@ -185,6 +188,7 @@ class GeminiAgent(LocalElasticAgent):
         self._rendezvous_handler = rendezvous
         self._starter = starter
         self._state = state
+        self._signals = signals
         self._on_round = on_round
         self._on_start = on_start
         self._budget = RestartBudget(spec.max_restarts)
@@ -197,6 +201,7 @@ class GeminiAgent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(role)
             return result
         except SignalException:
+            self._signals.turn()  # one that came just before (Slurm sends such a warning) comes first
             self._rendezvous_handler.leave()  # before the workers are stopped: that may take its time
             raise
 
@@ -210,6 +215,11 @@ class GeminiAgent(LocalElasticAgent):
         round_info = self._rendezvous_handler.round
         if round_info is None:
             raise RuntimeError("the rendezvous returned without a round")
+        if round_info.number > 0:
+            # Under a static rendezvous torch would give the workers --master-port again: in the store behind it the
+            # dead ranks' addresses still lie.
+            worker_group.master_addr = round_info.store_host  # type: ignore[assignment]  # declared as None
+            worker_group.master_port = round_info.store_port  # type: ignore[assignment]
         # torch numbers attempts per agent (max_restarts - remaining) and deletes the log folder of a number that
         # comes again. The round's number is the same on all nodes and never comes again.
         worker_group.spec.max_restarts = self._remaining_restarts + round_info.number
@@ -222,6 +232,10 @@ class GeminiAgent(LocalElasticAgent):
         self._state.workers = {
             worker.local_rank: (worker.global_rank, pids[worker.local_rank]) for worker in worker_group.workers
         }
+        processes = self._processes()
+        self._signals.workers_started(
+            {worker.global_rank: processes[worker.local_rank] for worker in worker_group.workers}
+        )
         self._state.phase = "running"
         self.grace = _RESTART_GRACE
         self._on_start()
@@ -246,6 +260,7 @@ class GeminiAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait_for_news(_NEWS_SECONDS)
+        self._signals.turn()
         if self._finished is not None:
             return self._await_peers(self._finished)
         failure = self._first_failure(worker_group)

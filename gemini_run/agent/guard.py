@@ -47,7 +47,8 @@ def end(sessions: set[int]) -> None:
 
 def main() -> None:
     # The agent handles these for the whole job; the guard must outlive it to clean up.
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+    for name in handled:
         signal.signal(name, signal.SIG_IGN)
     sessions: set[int] = set()
     for line in sys.stdin.buffer:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig
 
-from gemini_run.agent import etcd_member, etcd_rendezvous, preflight, rendezvous
+from gemini_run.agent import etcd_member, etcd_rendezvous, preflight, rendezvous, signals
 from gemini_run.agent.argv import CommandLine
 from gemini_run.agent.elastic import POLL_INTERVAL, GeminiAgent
 from gemini_run.agent.persister import Persister
@@ -39,7 +39,7 @@ from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.config import Settings
 from gemini_run.errors import ConfigError, GeminiError
 from gemini_run.ids import new_run_id
-from gemini_run.memory.segment import NodeMemory
+from gemini_run.memory.segment import NodeMemory, read_beacons
 from gemini_run.terminal import say
 from gemini_run.wire import RunPaths
 
@@ -141,8 +141,6 @@ def _run_node(
     config: LaunchConfig, entrypoint: str, words: list[str], paths: RunPaths, settings: Settings, first: bool
 ) -> dict[int, Any]:
     """This node's part of the run, in the place of torch's ``launch_agent``: its return value and its errors."""
-    # Read by torch where it starts the workers.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     become_subreaper()
     initialize_metrics(MetricsConfig(config.metrics_cfg))
     try:
@@ -179,7 +177,13 @@ def _run_node(
             stack.callback(member.stop)
             member.start(float(config.rdzv_configs.get("join_timeout", _JOIN_SECONDS)))
         node = _Node(config, entrypoint, words, runtime, starter, member)
+        stack.callback(node.signals.close)
         stack.enter_context(node.companions(ending))
+        # Not before: connecting to a rendezvous host that is not up blocks outside Python, where no handler runs.
+        # The variable is read by torch where it starts the workers.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals.end_by(
+            config.signals_to_handle, lambda number: SignalException(f"got {number.name}", number)
+        )
         return node.run(ending)
 
 
@@ -208,6 +212,7 @@ class _Node:
         starter: WorkerStarter,
         member: etcd_member.EtcdMember | None,
     ) -> None:
+        self.signals = signals.Forwarder(runtime.event, lambda: _stepped(runtime.memory))
         self._runtime = runtime
         self._entrypoint_name = launcher_api._get_entrypoint_name(entrypoint, words)
         self._state = AgentState(restarts_left=config.max_restarts)
@@ -253,6 +258,7 @@ class _Node:
             rendezvous=self._rendezvous,
             starter=starter,
             state=self._state,
+            signals=self.signals,
             on_round=self._on_round,
             on_start=self._reporter.poke,
         )
@@ -335,6 +341,10 @@ def _passed_on(config: LaunchConfig) -> dict[str, Any]:
         "virtual_local_rank",
     )
     return {name: getattr(config, name) for name in names if name in fields and hasattr(config, name)}
+
+
+def _stepped(memory: NodeMemory) -> set[int]:
+    return {beacon.pid for beacon in read_beacons(memory.paths).values() if beacon.first_step_at}
 
 
 def _seen_imports(path: Path) -> list[str]:

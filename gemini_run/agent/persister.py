@@ -143,10 +143,13 @@ class Persister:
         newest = self._newest_here()
         if newest is not None and not self._is_durable(newest):
             deadline = time.monotonic() + self._runtime.settings.durable_timeout
-            problem = self._see_to(newest, deadline)
-            if problem is not None and not self._is_durable(newest):
-                say(f"iteration {newest} did not reach the durable tier {self._tier.location}: {problem}")
-                self._runtime.event("persist_abandoned", iteration=newest, reason=problem)
+            problem: str | None = "a further signal ended the wait"  # if it raises
+            try:
+                problem = self._see_to(newest, deadline)
+            finally:
+                if problem is not None and not self._is_durable(newest):
+                    say(f"iteration {newest} did not reach the durable tier {self._tier.location}: {problem}")
+                    self._runtime.event("persist_abandoned", iteration=newest, reason=problem)
         self.close()
         if self.durable is not None:
             say(f"newest durable checkpoint: iteration {self.durable} in {self._tier.location}")

@@ -27,6 +27,9 @@ class RunCommand(click.Command):
         }
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from gemini_run.agent import signals
+
+        signals.hold()  # before torch is imported: that takes seconds, in which they would end this process
         from gemini_run.agent.argv import split
         from gemini_run.agent.launch import torchrun_parser
 
@@ -107,6 +110,11 @@ def run(ctx: click.Context, /, config: Path | None, no_zygote: bool | None, scri
 
     Options stand before the script. Nothing after it is looked at. Every option but --config can also be set as
     GEMINI_<NAME> in the environment or in the file that --config names.
+
+    Signals to the launcher: SIGTERM, SIGINT, SIGHUP and SIGQUIT (--signals-to-handle) go to the workers and, after
+    --shutdown-timeout, SIGKILL; the newest iteration in host memory is then stored in the durable tier (at most
+    --durable-timeout; a second signal cuts that short) and the exit code is 1. SIGUSR1 and SIGUSR2 go to the workers
+    that catch them and never end anything (Slurm's --signal=USR1@120); while a round forms they wait for its workers.
     """
     import os
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from jobs import TORCHRUN, environment, events, living, run_job, started_job, wait_until
 
+from gemini_run.testing.nodes import free_port
+
 pytestmark = pytest.mark.cluster
 
 ENDINGS = """
@@ -55,6 +57,37 @@ print("hello from", generation, os.environ["RANK"])
 dist.destroy_process_group()
 """
 
+STEPS = """
+import os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import gemini_run
+dist.init_process_group("gloo")
+value = torch.ones(1)
+for step in gemini_run.Checkpointer(state={"value": value}).steps(int(sys.argv[2])):
+    dist.all_reduce(value)
+Path(sys.argv[1], os.environ["RANK"]).write_text(os.environ["MASTER_PORT"])
+dist.destroy_process_group()
+"""
+
+#: argv: file. A launcher of its own within a worker; what its worker sees goes into the file.
+NESTED = """
+import json, os, subprocess, sys
+if len(sys.argv) > 2:
+    found = {
+        "gemini": [name for name in sys.modules if name.startswith("gemini_run")],
+        "torch": "torch" in sys.modules,
+        "hook": sys.excepthook is sys.__excepthook__,
+        "boot": [name for name in ("GEMINI_BOOT", "PYTHONPATH") if name in os.environ],
+        "world": os.environ["WORLD_SIZE"],
+    }
+    with open(sys.argv[1], "w") as file:
+        json.dump(found, file)
+else:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    subprocess.run([*launcher, __file__, sys.argv[1], "inner"], check=True)
+"""
+
 LINGER = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -94,6 +127,8 @@ def test_exit_codes_are_torchruns(how: str, home: Path, tmp_path: Path) -> None:
         assert failure["rank"] == 1
         assert failure["signal"] == {"kill": "SIGKILL", "segv": "SIGSEGV"}.get(how)
         assert events(home, "run_failed")
+        cause = {"kill": "killed by SIGKILL", "segv": "killed by SIGSEGV", "7": "exited with code 7"}.get(how, "")
+        assert cause in run_job(home, "status").stdout
 
 
 def test_argv_environment_and_main_are_the_scripts(home: Path, tmp_path: Path) -> None:
@@ -138,9 +173,15 @@ def test_run_id_and_run_json(home: Path, tmp_path: Path) -> None:
     assert facts["argv"][-1] == str(tmp_path / "script.py")
 
 
-def test_a_killed_worker_comes_back(home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["standalone", "c10d", "static"])
+def test_a_killed_worker_comes_back(way: str, home: Path, tmp_path: Path) -> None:
     marker, logs = tmp_path / "marker", tmp_path / "logs"
-    words = ["--nproc-per-node=2", "--log-dir", logs, "--tee", 3, script(tmp_path, ONCE), marker]
+    rendezvous = {
+        "standalone": ["--standalone"],
+        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=r"],
+        "static": ["--master-addr=localhost", f"--master-port={free_port()}"],
+    }
+    words = [*rendezvous[way], "--nproc-per-node=2", "--log-dir", logs, "--tee", 3, script(tmp_path, ONCE), marker]
     done = run_job(home, *words)
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in marker.read_text().splitlines())
@@ -151,6 +192,14 @@ def test_a_killed_worker_comes_back(home: Path, tmp_path: Path) -> None:
     # No round's log folder is lost, and tee shows what was printed.
     assert sorted(path.name for path in logs.glob("*/attempt_*")) == ["attempt_0", "attempt_1"]
     assert "[default0]:hello from 1 0" in done.stdout
+
+
+@pytest.mark.parametrize("ours", [(), ("--no-zygote",)], ids=["zygote", "cold"])
+def test_a_launcher_within_a_worker_is_plain_torchrun(ours: tuple[str, ...], home: Path, tmp_path: Path) -> None:
+    done = run_job(home, *ours, script(tmp_path, NESTED), tmp_path / "found")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found").read_text())
+    assert found == {"gemini": [], "torch": False, "hook": True, "boot": [], "world": "1"}
 
 
 def test_the_same_exception_twice_ends_the_run(home: Path, tmp_path: Path) -> None:
@@ -189,17 +238,20 @@ def test_nothing_outlives_the_agent(number: signal.Signals, zygote: bool, home: 
             assert [event["signal"] for event in events(home, "node_stopped")] == ["SIGTERM"]
 
 
-def test_two_jobs_on_a_host_never_meet(tmp_path: Path) -> None:
-    path = script(tmp_path, SHOW)
+def test_two_jobs_on_a_host_never_meet(home: Path, tmp_path: Path) -> None:
+    path = script(tmp_path, STEPS)
     jobs = []
     for name in "ab":
         (tmp_path / name).mkdir()
-        words = ["--no-zygote", "--nproc-per-node=2", path, tmp_path / name]
-        jobs.append(started_job(tmp_path / f"home-{name}", *words))
+        words = [f"--rdzv-id={name}", "--no-zygote", "--nproc-per-node=2", path, tmp_path / name, 5 + len(jobs)]
+        jobs.append(started_job(home, *words))
     with jobs[0] as one, jobs[1] as two:
         assert (one.wait(120), two.wait(120)) == (0, 0)
-    ports = {json.loads((tmp_path / name / "0.json").read_text())["env"]["MASTER_PORT"] for name in "ab"}
-    assert len(ports) == 2
+    assert len({(tmp_path / name / "0").read_text() for name in "ab"}) == 2, "each has a store of its own"
+    for name, steps in (("a", 5), ("b", 6)):
+        status = json.loads(run_job(home, "status", name, "--json").stdout)["run"]
+        assert (status["run_id"], status["state"], status["iteration"]) == (name, "finished", steps)
+        assert len(status["nodes"]) == 1
 
 
 def test_a_port_in_use_is_named(home: Path, tmp_path: Path) -> None:

@@ -81,4 +81,5 @@ def test_the_data_we_read_and_write() -> None:
     assert {"max_restarts", "monitor_interval", "rdzv_handler"} <= {f.name for f in dataclasses.fields(WorkerSpec)}
     assert not WorkerSpec.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert {"group_rank", "group_world_size", "workers", "store"} <= set(WorkerGroup.__slots__)
+    assert {"master_addr", "master_port"} <= set(WorkerGroup.__slots__)
     assert {"state", "return_values", "failures"} <= {f.name for f in dataclasses.fields(RunResult)}
