@@ -57,6 +57,11 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def imports(self) -> Path:
+        """Third-party modules that this run's script was seen to import (a JSON list), for the next zygotes."""
+        return self.root / "imports.json"
+
+    @property
     def nodes(self) -> Path:
         return self.root / "nodes"
 
@@ -105,11 +110,6 @@ class MemoryPaths:
     def reshard(self) -> Path:
         """Where the shards are that this round's ranks are made from (Reshard), after a change of the world size."""
         return self.root / "reshard.json"
-
-    @property
-    def imports(self) -> Path:
-        """Third-party modules that this run's script was seen to import (a JSON list), for the next zygote."""
-        return self.root / "imports.json"
 
     def slot(self, owner: int, index: int) -> Path:
         """Slot `index` of the shard owned by global rank `owner` (own shard or a peer's replica)."""

@@ -22,8 +22,9 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from gemini_run.agent.preimported import StartRequest
 from gemini_run.agent.process import WorkerProcess
-from gemini_run.agent.zygote import StartRequest, WorkerStarter
+from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.errors import GeminiError
 from gemini_run.memory.segment import read_beacons
 from gemini_run.terminal import say
@@ -270,6 +271,8 @@ class GeminiAgent(LocalElasticAgent):
         if result.is_failed() and not failure and (failure := self._first_failure(worker_group)):
             self._judge(failure)  # it failed between the two looks
         self._note_ended()
+        if result.state == WorkerState.HEALTHY:
+            self._starter.prepare()
         if result.state == WorkerState.SUCCEEDED:
             self._finished = result
             self._state.phase = "finished"

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch.distributed.run as torchrun
@@ -166,8 +165,9 @@ def _run_node(
         )
         starter = WorkerStarter(
             (entrypoint, *words),
+            num_workers=config.nproc_per_node,
             use_zygote=settings.zygote,
-            modules=_seen_imports(memory.paths.imports),
+            imports=paths.imports,
             on_event=runtime.event,
         )
         stack.callback(starter.close)
@@ -345,14 +345,6 @@ def _passed_on(config: LaunchConfig) -> dict[str, Any]:
 
 def _stepped(memory: NodeMemory) -> set[int]:
     return {beacon.pid for beacon in read_beacons(memory.paths).values() if beacon.first_step_at}
-
-
-def _seen_imports(path: Path) -> list[str]:
-    try:
-        names = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return []
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _make_run(paths: RunPaths, args: argparse.Namespace, command: CommandLine, settings: Settings) -> bool:

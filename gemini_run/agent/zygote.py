@@ -1,70 +1,24 @@
-"""Starting workers: forked from a pre-imported process where that is safe, else plainly."""
+"""Starting workers: from a pre-imported process where that is safe, else plainly.
+
+The rules. A zygote forks every worker of the node, as long as it has one thread and no open device. What the script
+was seen to import beyond the usual is imported by the next zygote, which takes the place of the first in the
+background; a module that leaves threads behind is left out of it. Where the usual imports leave threads (a .pth file or
+a sitecustomize may bring them in) one standby for each worker waits with its imports done and becomes the worker. Where
+neither serves (another command or environment, a device that is open after the imports, ``--no-zygote``) workers
+start cold.
+"""
 
 from __future__ import annotations
 
-import array
-import dataclasses
-import json
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
 
+from gemini_run.agent.preimported import Preimported, StartRequest, ZygoteUnfit, with_boot
 from gemini_run.agent.process import Guard, WorkerProcess, reap_adopted
-from gemini_run.wire import ENV_BOOT, ENV_WORKER
-
-BOOT_FOLDER = Path(__file__).parent / "boot"
-BOOTSTRAP = "gemini_run.worker.bootstrap"  #: named, not imported: agent and worker code stay apart
-
-#: What may differ between the zygote's environment and a worker's: set anew in each round, and read by no library
-#: while it is imported. Any other difference means that the imports might have come out differently.
-PER_ROUND = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "ROLE_NAME",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "TORCHELASTIC_ERROR_FILE",
-        "TORCHELASTIC_TIMER_FILE",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE",
-        "CUDA_VISIBLE_DEVICES",
-        "GEMINI_RESTART_GENERATION",
-        ENV_WORKER,
-    }
-)
-
-_IMPORT_SECONDS = 60.0  #: a zygote that is not ready after so long is given up
-_FORK_SECONDS = 5.0
-
-
-@dataclasses.dataclass(frozen=True)
-class StartRequest:
-    """One worker to start: command, whole environment, and files for its streams (None = the agent's own)."""
-
-    args: tuple[str, ...]
-    env: Mapping[str, str]
-    stdout: IO[Any] | None
-    stderr: IO[Any] | None
-
-
-class ZygoteUnfit(Exception):
-    """This worker cannot come from the zygote; the message says why. It is started plainly instead."""
 
 
 def is_plain_python(args: Sequence[str]) -> bool:
@@ -78,8 +32,9 @@ class WorkerStarter:
 
     Args:
         command: the workers' command as the agent will start it.
+        num_workers: of this node.
         use_zygote: False: always start plainly.
-        modules: third-party modules that earlier workers of this run imported.
+        imports: file with the third-party modules that workers of this run were seen to import (a JSON list).
         on_event: called with an event's name and fields.
     """
 
@@ -87,17 +42,27 @@ class WorkerStarter:
         self,
         command: Sequence[str],
         *,
+        num_workers: int,
         use_zygote: bool,
-        modules: Sequence[str],
+        imports: Path,
         on_event: Callable[..., None],
     ) -> None:
         self._guard = Guard()
         self._ended: set[int] = set()
         self._on_event = on_event
-        self._zygote: _Zygote | None = None
-        if use_zygote and is_plain_python(command):
-            self._zygote = _Zygote(tuple(command), dict(os.environ), modules)
-            self._guard.watch(self._zygote.pid)
+        self._command = tuple(command)
+        self._num_workers = num_workers
+        self._imports = imports
+        self._imports_seen: tuple[int, int] | None = None  # of the file when it was read last
+        self._left_out: set[str] = set()
+        self._zygote: Preimported | None = None
+        self._next: Preimported | None = None  # takes the zygote's place once its imports are done
+        self._standbys: list[Preimported] = []
+        self._uses_standbys = False
+        self._enabled = use_zygote and is_plain_python(command)
+        if self._enabled:
+            self._imports_changed()
+            self._zygote = self._preimport()
 
     def start(self, request: StartRequest) -> WorkerProcess:
         """Start one worker, leader of its own session.
@@ -105,11 +70,11 @@ class WorkerStarter:
         Raises:
             OSError: the command cannot be started.
         """
-        worker = self._fork(request)
+        worker = self._from_preimported(request)
         if worker is None:
             popen = subprocess.Popen(
                 request.args,
-                env=_with_boot(request.env, {"mode": "cold"}) if is_plain_python(request.args) else request.env,
+                env=with_boot(request.env, {"mode": "cold"}) if is_plain_python(request.args) else request.env,
                 stdout=request.stdout,
                 stderr=request.stderr,
                 start_new_session=True,
@@ -118,6 +83,21 @@ class WorkerStarter:
         self._guard.watch(worker.pid)
         self._ended.discard(worker.pid)  # the number came again
         return worker
+
+    def prepare(self) -> None:
+        """While the workers train: have what the next round starts from. Cheap where there is nothing to do."""
+        if not self._enabled:
+            return
+        if self._uses_standbys:
+            while len(self._standbys) < self._num_workers:
+                self._standbys.append(self._preimport())
+            return
+        if self._next is not None:
+            if self._next.settled():
+                self._take_next(self._next)
+            return
+        if self._imports_changed():
+            self._next = self._preimport()
 
     def ended(self, worker: WorkerProcess) -> None:
         """`worker` has been waited for: its session is no longer this agent's to end."""
@@ -129,136 +109,80 @@ class WorkerStarter:
         reap_adopted(self._ended)
 
     def close(self) -> None:
-        """End the zygote, and every worker that was not reported as ended. Idempotent."""
-        self._drop_zygote()
+        """End what is pre-imported, and every worker that was not reported as ended. Idempotent."""
+        for each in (self._zygote, self._next, *self._standbys):
+            self._drop(each)
+        self._zygote = self._next = None
+        self._standbys = []
+        self._enabled = False
         self._guard.close()
 
-    def _fork(self, request: StartRequest) -> WorkerProcess | None:
-        if self._zygote is None:
-            return None
-        begin = time.monotonic()
-        fresh = not self._zygote.num_bytes
-        try:
-            pid = self._zygote.fork(request)
-        except ZygoteUnfit as unfit:
-            self._on_event("zygote_unfit", reason=str(unfit))
-            if not self._zygote.usable:
-                self._drop_zygote()
-            return None
-        if fresh:
-            self._on_event("zygote_ready", bytes=self._zygote.num_bytes)
-        self._on_event(
-            "zygote_forked",
-            pid=pid,
-            rank=int(request.env.get("RANK", 0)),
-            ms=round((time.monotonic() - begin) * 1e3, 1),
-        )
-        return WorkerProcess(pid)
+    # --- the pre-imported processes -------------------------------------------------------------------
 
-    def _drop_zygote(self) -> None:
-        if self._zygote is not None:
-            self._zygote.close()
-            self._guard.forget(self._zygote.pid)
-            self._zygote = None
-
-
-class _Zygote:
-    """The agent's end of one pre-imported process.
-
-    Attributes:
-        pid: of the process.
-        num_bytes: of memory that it held once its imports were done (its share of shared pages), 0 before.
-        usable: False once it can serve no further fork.
-    """
-
-    def __init__(self, command: tuple[str, ...], env: dict[str, str], modules: Sequence[str]) -> None:
-        self.usable = True
-        self.num_bytes = 0
-        self._command = command
-        self._env = env
-        self._ready = False
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            boot = {"mode": "zygote", "fd": theirs.fileno(), "modules": list(modules)}
-            self._process = subprocess.Popen(
-                command, env=_with_boot(env, boot), pass_fds=[theirs.fileno()], start_new_session=True
+    def _from_preimported(self, request: StartRequest) -> WorkerProcess | None:
+        began = time.monotonic()
+        for each in [self._zygote, *self._standbys]:
+            if each is None:
+                continue
+            fresh = each.kind is None
+            try:
+                pid = each.start(request)
+            except ZygoteUnfit as unfit:
+                self._on_event("zygote_unfit", reason=str(unfit))
+                if each.usable:
+                    return None  # it is this worker that does not fit: the others are no better
+                self._forget(each)
+                continue
+            if fresh:
+                self._on_event("zygote_ready", bytes=each.num_bytes, kind=each.kind)
+            self._on_event(
+                "zygote_forked" if each.process is None else "standby_taken",
+                pid=pid,
+                rank=int(request.env.get("RANK", 0)),
+                ms=round((time.monotonic() - began) * 1e3, 1),
             )
-        self.pid = self._process.pid
+            if each.process is None:
+                return WorkerProcess(pid)
+            self._uses_standbys = True
+            self._forget(each)
+            return WorkerProcess(pid, each.process)
+        return None
 
-    def fork(self, request: StartRequest) -> int:
-        """The pid of a new worker. Waits for the imports where they still run.
-
-        Raises:
-            ZygoteUnfit: it cannot give this worker; `usable` says whether it may give another.
-        """
-        if request.args != self._command:
-            raise ZygoteUnfit("another command than the zygote's")
-        unset = sorted(self._env.keys() - request.env.keys())
-        changed = {name: value for name, value in request.env.items() if self._env.get(name) != value}
-        if strange := sorted((set(unset) | changed.keys()) - PER_ROUND):
-            raise ZygoteUnfit(f"{', '.join(strange)} changed in the environment since the zygote's imports")
-        self._await_ready()
-        streams = [(stream, fd) for stream, fd in ((request.stdout, 1), (request.stderr, 2)) if stream]
-        message = {"set": changed, "unset": unset, "streams": [fd for _, fd in streams]}
-        descriptors = array.array("i", [stream.fileno() for stream, _ in streams])
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if streams else []
-        try:
-            self._socket.sendmsg([json.dumps(message).encode()], rights)
-        except OSError as error:
-            self.usable = False
-            raise ZygoteUnfit(f"the zygote does not listen ({error})") from error
-        reply = self._receive(_FORK_SECONDS)
-        if "pid" not in reply:
-            self.usable = False
-            raise ZygoteUnfit(reply["error"])
-        return int(reply["pid"])
-
-    def close(self) -> None:
-        """End it. Its workers live on."""
-        self.usable = False
-        self._socket.close()
-        self._process.kill()  # it may still be importing
-        self._process.wait()
-
-    def _await_ready(self) -> None:
-        if self._ready:
+    def _take_next(self, fresh: Preimported) -> None:
+        self._next = None
+        if fresh.kind == "fork":
+            self._drop(self._zygote)
+            self._zygote = fresh
+            self._on_event("zygote_ready", bytes=fresh.num_bytes, kind=fresh.kind, imported=fresh.imported)
             return
-        reply = self._receive(_IMPORT_SECONDS)
-        if not reply["ready"]:
-            self.usable = False
-            raise ZygoteUnfit(f"cannot be forked: {reply['reason']}")
-        self._ready = True
-        self.num_bytes = _held_bytes(self.pid)
+        self._drop(fresh)
+        self._on_event("zygote_unfit", reason=fresh.reason, culprits=fresh.culprits)
+        if fresh.culprits:  # else the one that there is serves on
+            self._left_out.update(fresh.culprits)
+            self._next = self._preimport()
 
-    def _receive(self, seconds: float) -> dict[str, Any]:
-        self._socket.settimeout(seconds)
+    def _preimport(self) -> Preimported:
+        made = Preimported(self._command, dict(os.environ), self._imports, sorted(self._left_out))
+        self._guard.watch(made.pid)
+        return made
+
+    def _forget(self, each: Preimported) -> None:
+        if each is self._zygote:
+            self._zygote = None
+        else:
+            self._standbys.remove(each)
+        self._drop(each)
+
+    def _drop(self, each: Preimported | None) -> None:
+        if each is not None:
+            each.close()
+            self._guard.forget(each.pid)
+
+    def _imports_changed(self) -> bool:
+        """Whether workers were seen to import more than when this was asked last."""
         try:
-            message = self._socket.recv(1 << 16)
-        except OSError as error:
-            self.usable = False
-            raise ZygoteUnfit(f"no answer within {seconds:g} s ({error})") from error
-        if not message:
-            self.usable = False
-            raise ZygoteUnfit("the zygote ended")
-        reply: dict[str, Any] = json.loads(message)
-        return reply
-
-
-def _held_bytes(pid: int) -> int:
-    """Memory of a process, pages that it shares counted in part; 0 where the kernel does not say."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
-
-
-def _with_boot(env: Mapping[str, str], boot: Mapping[str, Any]) -> dict[str, str]:
-    """`env` with the boot hook in it; the hook takes it out again before the script begins."""
-    path = env.get("PYTHONPATH")
-    message = {**boot, "agent": os.getpid(), "pythonpath": path, "bootstrap": BOOTSTRAP}
-    return {
-        **env,
-        "PYTHONPATH": f"{BOOT_FOLDER}{os.pathsep}{path}" if path else str(BOOT_FOLDER),
-        ENV_BOOT: json.dumps(message),
-    }
+            stat = self._imports.stat()
+        except OSError:
+            return False  # none yet
+        before, self._imports_seen = self._imports_seen, (stat.st_mtime_ns, stat.st_ino)
+        return before != self._imports_seen

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from gemini_run.journal import write_json_atomic
-from gemini_run.wire import MemoryPaths, WorkerContext
+from gemini_run.wire import RunPaths, WorkerContext
 
 #: imported before the fork. torch._dynamo is what the first optimizer step imports.
 PREIMPORTED = (
@@ -42,6 +42,10 @@ MESSAGE_BYTES = 1 << 18
 _MAX_DESCRIPTORS = 2
 _PR_SET_PDEATHSIG = 1
 _UNRECORDED_EXIT = 1
+_FEW = 20
+#: importing them talks to other processes: once for each worker, never before the fork
+NEVER_PREIMPORTED = ("mpi4py", "horovod")
+_at_start: set[str] = set()  # modules that were there before the script began
 
 
 def enter(boot: dict[str, Any]) -> None:
@@ -49,7 +53,7 @@ def enter(boot: dict[str, Any]) -> None:
 
     Args:
         boot: the agent's message: ``mode`` ("cold" or "zygote"), ``agent`` (its pid), and for a zygote ``fd``
-            (its socket) and ``modules`` (to import beside PREIMPORTED).
+            (its socket), ``imports`` (file with what to import beside PREIMPORTED) and ``left_out`` (of these).
     """
     if boot["mode"] == "zygote":
         try:
@@ -60,6 +64,7 @@ def enter(boot: dict[str, Any]) -> None:
     else:
         _die_with(boot["agent"])
     _record_uncaught_exceptions()
+    _at_start.update(sys.modules)
     atexit.register(_record_imports_of, os.getpid())
 
 
@@ -67,18 +72,27 @@ def enter(boot: dict[str, Any]) -> None:
 
 
 def _serve(boot: dict[str, Any]) -> None:
-    """Import, say whether this process can be forked, then fork one worker a request. Returns in the workers."""
+    """Import, say what this process is good for, then start one worker a request. Returns in the workers."""
     channel = socket.socket(fileno=boot["fd"])
-    failed = _import_all([*PREIMPORTED, *boot["modules"]])
-    _end_forkable_threads()
-    reason = _why_not_forkable()
+    failed, _ = _import_all(PREIMPORTED)
+    more = [name for name in _seen_imports(Path(boot["imports"])) if name.split(".")[0] not in boot["left_out"]]
+    more_failed, culprits = _import_all(more)
+    kind, reason = _fitness()
     gc.collect()
     gc.freeze()  # the collector would else write into pages that all workers share
-    channel.send(json.dumps({"ready": reason is None, "reason": reason, "failed": failed}).encode())
+    told = {"kind": kind, "reason": reason, "culprits": sorted({name.split(".")[0] for name in culprits}),
+            "imported": len(more) - len(more_failed), "failed": sorted({*failed, *more_failed})[:_FEW]}  # fmt: skip
+    channel.send(json.dumps(told).encode())
     while True:
         request, descriptors = _receive(channel)
-        reason = _why_not_forkable()
-        if reason is not None:
+        kind, reason = _fitness()
+        if kind == "standby":
+            _die_with(boot["agent"])
+            channel.send(json.dumps({"pid": os.getpid()}).encode())
+            channel.close()
+            _become_worker(request, descriptors)
+            return
+        if kind == "unfit":
             channel.send(json.dumps({"error": reason}).encode())
         elif _fork_worker(channel, boot["agent"]):
             _become_worker(request, descriptors)
@@ -87,42 +101,58 @@ def _serve(boot: dict[str, Any]) -> None:
             os.close(descriptor)
 
 
-def _import_all(names: Iterable[str]) -> dict[str, str]:
-    """Import each; those that fail -> why. A worker that needs one of them says so itself."""
-    failed = {}
+def _import_all(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Import each.
+
+    Returns: (those that fail -> why: a worker that needs one of them says so itself; those that leave threads)
+    """
+    failed, culprits = {}, []
+    known = _lasting_threads()
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - foreign module code may raise anything
             failed[name] = f"{type(error).__name__}: {error}"
-    return failed
+        if _num_threads() > known and (now := _lasting_threads()) > known:
+            known = now
+            culprits.append(name)
+    return failed, culprits
 
 
-def _end_forkable_threads() -> None:
-    """A first, empty fork: libraries that can be forked (OpenBLAS) end their idle threads at it, and start new
-    ones where they need them. Threads that are left belong to libraries that cannot."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
+def _lasting_threads() -> int:
+    """How many threads are left after a fork. Libraries that can be forked (OpenBLAS) end their idle threads at it,
+    and start new ones where they need them; threads that are left belong to libraries that cannot."""
+    if _num_threads() > 1:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+    return _num_threads()
 
 
-def _why_not_forkable() -> str | None:
-    threads = os.listdir("/proc/self/task")
-    if len(threads) > 1:
-        return f"{len(threads)} threads run after the imports"
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _fitness() -> tuple[str, str | None]:
+    """What this process is good for ("fork", "standby" or "unfit"), and if not the first, why."""
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue  # the descriptor of the listing itself
         if target.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/infiniband")):
-            return f"the device {target} is open after the imports"
-    return None
+            return "unfit", f"the device {target} is open after the imports"
+    if (threads := _lasting_threads()) > 1:
+        return "standby", f"{threads} threads run after the imports"
+    return "fork", None
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    message, ancillary, _, _ = channel.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4))
+    try:
+        message, ancillary, _, _ = channel.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4))
+    except ConnectionResetError:
+        message, ancillary = b"", []
     if not message:
         os._exit(0)  # the agent is gone, or has no more use for this zygote
     descriptors = array.array("i")
@@ -203,25 +233,41 @@ def _record_imports_of(worker: int) -> None:
 
 
 def record_imports() -> None:
-    """Leave the names of the third-party packages that this script imported, for the next zygote to import before
-    the fork. Called at a worker's end and by the checkpointer after the first step; outside gemini-run a no-op."""
+    """Add the third-party modules that this script imported to the run's list, for the next zygote to import before
+    the fork. Called at a worker's end and by the checkpointer after the first iteration; outside gemini-run a no-op."""
     context = WorkerContext.from_env()
     if context is None or os.environ.get("LOCAL_RANK") != "0":
         return
+    path = RunPaths(Path(context.run_dir)).imports
+    known = _seen_imports(path)
+    names = list(dict.fromkeys([*known, *third_party_modules()]))
+    if names != known:
+        try:
+            write_json_atomic(path, names)
+        except OSError:
+            pass  # only speed is lost
+
+
+def _seen_imports(path: Path) -> list[str]:
     try:
-        write_json_atomic(MemoryPaths(Path(context.memory_dir)).imports, third_party_modules())
-    except OSError:
-        pass  # only speed is lost
+        names = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []  # none yet
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def third_party_modules() -> list[str]:
-    """Top-level modules of this process that come from a site-packages folder."""
+    """Modules from a site-packages folder that were imported since the script began, in that order."""
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+    folders.update(entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages"))
     found = []
     for name, module in list(sys.modules.items()):
         origin = getattr(module, "__file__", None)
-        if "." in name or not origin or name in ("sitecustomize", "usercustomize", "__main__"):
+        top, _, last = name.rpartition(".")
+        if name in _at_start or not origin or last in ("sitecustomize", "usercustomize", "__main__", "__mp_main__"):
             continue
+        if (top or last).split(".")[0] in NEVER_PREIMPORTED or getattr(module, "__name__", None) != name:
+            continue  # the second: an alias, which its package makes by itself
         if any(origin.startswith(f"{folder}{os.sep}") for folder in folders):
             found.append(name)
-    return sorted(found)
+    return found

@@ -23,6 +23,7 @@ from gemini_run.plan.placement import placement
 from gemini_run.terminal import say
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
 from gemini_run.worker.beacon import Progress
+from gemini_run.worker.bootstrap import record_imports
 from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
@@ -81,6 +82,7 @@ class Checkpointer:
         self._notice: threading.Timer | None = None
         self._said_late = False
         self._old_world_left = False
+        self._imports_recorded = False
         self._committer: Committer | None = None
 
     @property
@@ -203,6 +205,9 @@ class Checkpointer:
 
     def _committed(self, iteration: int) -> None:
         """On the commit thread: `iteration` is complete on every rank."""
+        if not self._imports_recorded:
+            self._imports_recorded = True
+            record_imports()
         if self._context is not None and self._context.reshard_from is not None and not self._old_world_left:
             self._old_world_left = True
             if self._local_rank == 0:

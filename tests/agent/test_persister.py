@@ -37,6 +37,10 @@ class Round:
     node_rank: int
     nodes: tuple[Peer, ...]
 
+    @property
+    def world_size(self) -> int:
+        return sum(peer.local_world_size for peer in self.nodes)
+
 
 @dataclasses.dataclass
 class Rendezvous:

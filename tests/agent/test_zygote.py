@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from jobs import living, wait_until
 
+from gemini_run.agent.preimported import StartRequest
 from gemini_run.agent.process import become_subreaper
-from gemini_run.agent.zygote import StartRequest, WorkerStarter
+from gemini_run.agent.zygote import WorkerStarter
 
 SCRIPT = """
 import json, os, sys
@@ -37,6 +39,7 @@ if __name__ == "__main__":
         "user_site": getattr(sys.modules.get("sitecustomize"), "MARK", None),
         "boot_on_path": [p for p in sys.path if p.endswith("boot")],
     }
+    facts["loaded"] = sorted({"busy", "extra"} & set(sys.modules))
     mode = os.environ.get("ROLE_NAME")
     if mode == "random":
         import numpy, torch
@@ -69,16 +72,31 @@ def double(x): return 2 * x
 class Bench:
     """A starter with one script, and what its workers say."""
 
-    def __init__(self, folder: Path, *, use_zygote: bool, modules: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, use_zygote: bool, modules: tuple[str, ...] | None = None, num_workers: int = 1
+    ) -> None:
         self.folder = folder
         self.script = folder / "script.py"
         self.script.write_text(SCRIPT)
         self.args = (sys.executable, "-u", str(self.script), "--r=16", "a b")
         self.base = dict(os.environ)  # as the zygote is started with
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.imports = folder / "imports.json"
+        if modules is not None:
+            self.imports.write_text(json.dumps(modules))
         self.starter = WorkerStarter(
-            self.args, use_zygote=use_zygote, modules=modules, on_event=lambda n, **f: self.events.append((n, f))
-        )
+            self.args, num_workers=num_workers, use_zygote=use_zygote, imports=self.imports,
+            on_event=lambda n, **f: self.events.append((n, f)),
+        )  # fmt: skip
+
+    def until(self, event: str) -> dict[str, Any]:
+        """Let the starter prepare until it says `event`."""
+        end = time.monotonic() + 60
+        while event not in self.names():
+            assert time.monotonic() < end, self.events
+            self.starter.prepare()
+            time.sleep(0.02)
+        return next(fields for name, fields in self.events if name == event)
 
     def names(self) -> list[str]:
         return [name for name, _ in self.events]
@@ -176,25 +194,107 @@ def test_a_dead_zygote_costs_speed_only(tmp_path: Path) -> None:
     bench.starter.close()
 
 
-def test_an_unforkable_zygote_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+
+
+def test_what_the_script_was_seen_to_import_is_imported_by_the_next_zygote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     become_subreaper()
-    (tmp_path / "busy.py").write_text(
-        "import threading, time\nt = threading.Thread(target=time.sleep, args=(1000,), daemon=True)\nt.start()\n"
+    (tmp_path / "extra.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    bench = Bench(tmp_path, use_zygote=True)
+    assert bench.run()["loaded"] == []
+    bench.starter.prepare()
+    assert bench.names() == ["zygote_ready", "zygote_forked"], "nothing to prepare"
+    first = bench.starter._zygote
+    bench.imports.write_text(json.dumps(["torch", "extra", "missing"]))
+    bench.events.clear()
+    assert bench.until("zygote_ready")["imported"] == 2
+    bench.starter.prepare()
+    assert bench.starter._next is None
+    assert first is not None and not Path(f"/proc/{first.pid}").exists()
+    assert bench.run()["loaded"] == ["extra"]
+    assert bench.names().count("zygote_forked") == 1
+    bench.starter.close()
+
+
+def test_a_module_that_leaves_threads_is_left_out_of_the_zygote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become_subreaper()
+    (tmp_path / "busy.py").write_text(THREAD)
+    (tmp_path / "extra.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    bench = Bench(tmp_path, use_zygote=True)
+    bench.run()
+    bench.events.clear()
+    bench.imports.write_text(json.dumps(["busy", "extra"]))
+    unfit = bench.until("zygote_unfit")
+    assert unfit["culprits"] == ("busy",) and "threads" in unfit["reason"]
+    assert bench.run()["torch_ready"], "the first zygote serves meanwhile"
+    assert bench.until("zygote_ready")["imported"] == 1
+    assert bench.run()["loaded"] == ["extra"]
+    bench.events.clear()
+    bench.starter.prepare()
+    assert bench.events == []
+    bench.starter.close()
+
+
+def test_where_nothing_can_be_forked_standbys_become_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a sitecustomize or a .pth file leaves a thread in every process."""
+    become_subreaper()
+    (tmp_path / "busy.py").write_text(THREAD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    bench = Bench(tmp_path, use_zygote=True, modules=("busy",), num_workers=2)
+    first = bench.run()
+    assert first["torch_ready"] and first["sid"] and first["ppid"] == os.getpid()
+    assert bench.names() == ["zygote_ready", "standby_taken"]
+    assert not bench.run()["torch_ready"], "none is left: it starts cold"
+    bench.starter.prepare()
+    assert len(bench.starter._standbys) == 2
+    drawn = [bench.run("random") for _ in range(2)]
+    assert all(facts["torch_ready"] for facts in drawn)
+    assert all(a != b for a, b in zip(drawn[0]["random"], drawn[1]["random"], strict=True))
+    bench.starter.prepare()
+    bench.run("exit", code=7)
+    assert bench.names().count("standby_taken") == 4
+    standby = bench.starter._standbys[0]
+    bench.starter.close()
+    assert not Path(f"/proc/{standby.pid}").exists()
+
+
+def test_a_device_that_is_open_after_the_imports_makes_for_cold_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No standby either: it would hold the device while others train on it."""
+    become_subreaper()
+    (tmp_path / "opens.py").write_text(
+        "import os\nlink = os.readlink\n"
+        "os.readlink = lambda path, **k: '/dev/nvidia0' if str(path).endswith('/fd/0') else link(path, **k)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    bench = Bench(tmp_path, use_zygote=True, modules=("busy",))
+    bench = Bench(tmp_path, use_zygote=True, modules=("opens",))
     assert not bench.run()["torch_ready"]
-    assert "threads" in bench.events[0][1]["reason"]
+    assert bench.names() == ["zygote_unfit"] and "/dev/nvidia0" in bench.events[0][1]["reason"]
+    bench.starter.prepare()
+    assert bench.starter._standbys == [] and bench.starter._zygote is None
     bench.starter.close()
 
 
 HOLDER = """
 import os, sys, time
+from pathlib import Path
+from gemini_run.agent.preimported import StartRequest
 from gemini_run.agent.process import become_subreaper
-from gemini_run.agent.zygote import StartRequest, WorkerStarter
+from gemini_run.agent.zygote import WorkerStarter
 become_subreaper()
 args = (sys.executable, "-u", sys.argv[1], "x")
-starter = WorkerStarter(args, use_zygote=sys.argv[2] == "zygote", modules=[], on_event=lambda *a, **k: None)
+starter = WorkerStarter(
+    args, num_workers=1, use_zygote=sys.argv[2] == "zygote", imports=Path("/nonexistent"), on_event=lambda *a, **k: None
+)
 worker = starter.start(StartRequest(args, {**os.environ, "ROLE_NAME": "linger"}, None, None))
 print(worker.pid, starter._zygote.pid if starter._zygote else 0, flush=True)
 time.sleep(1000)

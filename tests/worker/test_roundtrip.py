@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +239,21 @@ def test_the_two_newest_iterations_are_kept_and_sealed(as_worker: Any, memory: M
     headers = [i.header for i in scan_slots(memory) if i.header is not None]
     assert sorted(h.iteration for h in headers) == [4, 5]
     assert all(h.sealed and h.complete for h in headers)
+
+
+def test_what_the_script_imported_is_told_to_the_next_zygote(as_worker: Any, tmp_path: Path) -> None:
+    """After the first iteration, since a worker that is killed says nothing at its end."""
+    as_worker()
+    seen = tmp_path / "imports.json"
+    seen.write_text(json.dumps(["of_an_earlier_worker"]))
+    model = nn.Linear(2, 2)
+    ckpt = gemini_run.Checkpointer(model=model)
+    for _ in ckpt.steps(1):
+        assert json.loads(seen.read_text()) == ["of_an_earlier_worker"]
+    ckpt.close()
+    names = json.loads(seen.read_text())
+    assert names[0] == "of_an_earlier_worker" and {"torch", "torch.nn", "pytest", "xxhash"} <= set(names)
+    assert not {"json", "gemini_run", "__main__", "mpi4py"} & set(names)
 
 
 def test_durable_iterations_are_held_until_released(as_worker: Any, memory: MemoryPaths) -> None:
