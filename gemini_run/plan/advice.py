@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from gemini_run.plan.goodput import Job, Outcome, best_interval, durable_only, fatal_rate, gemini, no_checkpoints
+from gemini_run.plan.goodput import Outcome, best_interval, durable_only, fatal_rate, gemini, no_checkpoints
+from gemini_run.plan.job import Job
 
 #: the paper's interval (3.1) and gemini-run's default: longer gains nothing that the model could tell
 LONGEST_S = 3 * 3600.0
