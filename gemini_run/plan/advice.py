@@ -94,19 +94,24 @@ def advise(job: Job, host_memory_bytes: float | None = None) -> Advice:
 
 
 def _reason(chosen: Choice, choices: list[Choice]) -> str:
-    parts = [f"{chosen.outcome.fatal_share:.2g} of failures would lose every copy of a shard"]
+    parts = [f"{_share(chosen)} of failures would lose every copy of a shard"]
     by_replicas = {choice.replicas: choice for choice in choices}
     fewer, more = by_replicas.get(chosen.replicas - 1), by_replicas.get(chosen.replicas + 1)
     if fewer is not None:
-        parts.append(f"with {fewer.replicas}: {fewer.outcome.fatal_share:.2g}, goodput {fewer.outcome.goodput:.4f}")
+        parts.append(f"with {fewer.replicas}: {_share(fewer)}, goodput {fewer.outcome.goodput:.4f}")
     if more is not None:
         if more.fits is False:
             parts.append(f"{more.replicas} do not fit in host memory")
         else:
             gain = more.outcome.goodput - chosen.outcome.goodput
+            much = f"raise goodput by {gain:.4f}" if gain >= 0.00005 else "not raise goodput"
             extra = more.host_memory_bytes - chosen.host_memory_bytes
-            parts.append(f"{more.replicas} would change goodput by {gain:+.4f} for {_size(extra)} more per node")
+            parts.append(f"{more.replicas} would {much}, for {_size(extra)} more per node")
     return "; ".join(parts)
+
+
+def _share(choice: Choice) -> str:
+    return f"{choice.outcome.fatal_share * 100:.2g} %" if choice.outcome.fatal_share < 1 else "all"
 
 
 def outcomes(job: Job) -> tuple[Outcome, Outcome, Outcome]:

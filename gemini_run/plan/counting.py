@@ -96,27 +96,31 @@ def _minimal(sets: Collection[frozenset[int]]) -> list[frozenset[int]]:
 def components(
     nodes: Iterable[int], sets: Iterable[Collection[int]]
 ) -> list[tuple[tuple[int, ...], list[frozenset[int]]]]:
-    """The nodes split into parts that share no set, with the sets of each part. Nodes stay in their order."""
-    order = list(nodes)
-    root = {node: node for node in order}
+    """The nodes split into parts that share no set, with the sets of each part.
 
-    def find(node: int) -> int:
-        while root[node] != node:
-            root[node] = root[root[node]]
-            node = root[node]
-        return node
-
+    The nodes of a part come breadth first from one in few sets, as the transfer matrix likes them: those of a set
+    near each other, also where a chain or a ring of sets runs through them.
+    """
     distinct = {frozenset(members) for members in sets}
-    for members in distinct:
-        first, *others = members
-        for other in others:
-            root[find(other)] = find(first)
-    parts: dict[int, tuple[list[int], list[frozenset[int]]]] = {}
-    for node in order:
-        parts.setdefault(find(node), ([], []))[0].append(node)
-    for members in distinct:
-        parts[find(next(iter(members)))][1].append(members)
-    return [(tuple(part), found) for part, found in parts.values()]
+    of_node: dict[int, list[frozenset[int]]] = {node: [] for node in nodes}
+    for members in sorted(distinct, key=sorted):
+        for node in members:
+            of_node[node].append(members)
+    parts: list[tuple[tuple[int, ...], list[frozenset[int]]]] = []
+    seen: set[int] = set()
+    for first in sorted(of_node, key=lambda node: len(of_node[node])):
+        if first in seen:
+            continue
+        order, met = [first], dict.fromkeys(of_node[first])
+        seen.add(first)
+        for node in order:  # grows as it is walked
+            for members in of_node[node]:
+                met[members] = None
+                fresh = sorted(members - seen)
+                order += fresh
+                seen.update(fresh)
+        parts.append((tuple(order), list(met)))
+    return parts
 
 
 def product(first: Sequence[int], second: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ With delay = 0 that is Daly's expected run time (Future Generation Computer Syst
 from __future__ import annotations
 
 import dataclasses
-from math import exp, expm1
+from math import exp, expm1, log1p
 
 from gemini_run.plan.job import Job
 
@@ -60,16 +60,16 @@ def best_interval(rate: float, stall: float) -> float:
     down of any length: the root of exp(rate * (t + stall)) * (1 - rate * t) = 1, about sqrt(2 * stall / rate) (Young,
     1974). 0 for a stall of 0, infinite for a rate of 0.
     """
-    if rate == 0:
-        return float("inf")
+    if rate == 0 or stall == 0:
+        return 0.0 if rate else float("inf")
     low, high = 0.0, 1 / rate
     for _ in range(200):
         middle = (low + high) / 2
-        if exp(rate * (middle + stall)) * (1 - rate * middle) > 1:
+        if rate * (middle + stall) + log1p(-rate * middle) > 0:  # its logarithm, which does not cancel
             low = middle
         else:
             high = middle
-    return high if stall else 0.0
+    return low
 
 
 def no_checkpoints(job: Job) -> Outcome:

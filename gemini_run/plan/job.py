@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from math import ceil, exp, factorial
+from math import ceil, exp, lgamma, log
 
 from gemini_run.plan.placement import Placement, placement
 from gemini_run.plan.probability import domain_recovery, recovery_probability
@@ -12,8 +12,8 @@ from gemini_run.plan.probability import domain_recovery, recovery_probability
 DAY = 86_400.0
 #: fp32 master weights and both Adam moments, of each parameter (paper, section 2)
 BYTES_PER_PARAMETER = 12
-#: losses at once that are looked at beyond the first; more in one window are rarer than rounding
-_MORE = 8
+#: more losses at once than are this likely are left out
+_RARE = 1e-15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,25 +194,29 @@ class Job:
         """
         window = self.detection_s + self.wait_s(1) + self.restart_s + self.fetch_s
         others = (self.num_nodes - 1) * self.failures_per_node_day / DAY * window
-        most = min(self.num_nodes, 1 + _MORE)
+        most = min(self.num_nodes, 1 + _at_most_together(others))
         survive = recovery_probability(self.placement, most)
-        safe = sum(_poisson(more, others) * float(survive[1 + more]) for more in range(most))
-        beyond = 0.0 if self.domains is None else 1 - float(domain_recovery(self.placement, self.domains, 1)[1])
-        # What lies beyond `most` at once counts as fatal. Clamped: the sum may miss 1 by rounding.
-        return max(0.0, 1 - safe), beyond
+        # Summed from the small side: 1 less the safe part would be rounding alone where many copies are kept.
+        fatal = sum(_poisson(more, others) * float(1 - survive[1 + more]) for more in range(most))
+        beyond = 0.0 if self.domains is None else float(1 - domain_recovery(self.placement, self.domains, 1)[1])
+        return min(1.0, fatal), beyond
 
     def with_replicas(self, replicas: int) -> Job:
         return dataclasses.replace(self, replicas=replicas)
 
 
 def _poisson(count: int, mean: float) -> float:
-    return exp(-mean) * mean**count / factorial(count)
+    return exp(count * log(mean) - mean - lgamma(count + 1)) if mean else float(count == 0)
+
+
+def _at_most_together(mean: float) -> int:
+    """The least count beyond the mean that a Poisson variable hits less often than `_RARE`."""
+    count = ceil(mean)
+    while _poisson(count, mean) >= _RARE:
+        count += 1
+    return count
 
 
 def poisson_at_most(count: int, mean: float) -> float:
-    """P(X <= count) of a Poisson X; exact also where exp(-mean) is 0 in floating point, as its limit 0."""
-    term = total = exp(-mean)
-    for k in range(1, count + 1):
-        term *= mean / k
-        total += term
-    return min(1.0, total)
+    """P(X <= count) of a Poisson X."""
+    return min(1.0, sum(_poisson(k, mean) for k in range(count + 1)))
