@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from math import ceil, exp, lgamma, log
+from math import ceil, exp, expm1, lgamma, log, log1p
 
 from gemini_run.plan.placement import Placement, placement
 from gemini_run.plan.probability import domain_recovery, recovery_probability
@@ -189,15 +189,17 @@ class Job:
     def fatal_share(self) -> tuple[float, float]:
         """Of lost nodes, and of lost domains: the part after which some shard has no copy in memory.
 
-        A lost node leaves its copies short until it is replaced and has them again. Others lost in that window, which
-        are Poisson, count as lost at once; a lost domain is taken alone.
+        A lost node leaves its copies short until it is replaced and has them again. Each other node is lost within
+        that window with the same probability, and counts as lost at once; a lost domain is taken alone.
         """
         window = self.detection_s + self.wait_s(1) + self.restart_s + self.fetch_s
-        others = (self.num_nodes - 1) * self.failures_per_node_day / DAY * window
-        most = min(self.num_nodes, 1 + _at_most_together(others))
-        survive = recovery_probability(self.placement, most)
+        chance = min(-expm1(-self.failures_per_node_day / DAY * window), 1 - 1e-12)  # log of what is left
+        together = _together(self.num_nodes - 1, chance)
+        survive = recovery_probability(self.placement, len(together))
         # Summed from the small side: 1 less the safe part would be rounding alone where many copies are kept.
-        fatal = sum(_poisson(more, others) * float(1 - survive[1 + more]) for more in range(most))
+        fatal = sum(odds * float(1 - survive[1 + more]) for more, odds in enumerate(together))
+        if not self.node_rate:
+            fatal = 0.0
         beyond = 0.0 if self.domains is None else float(1 - domain_recovery(self.placement, self.domains, 1)[1])
         return min(1.0, fatal), beyond
 
@@ -205,18 +207,21 @@ class Job:
         return dataclasses.replace(self, replicas=replicas)
 
 
-def _poisson(count: int, mean: float) -> float:
-    return exp(count * log(mean) - mean - lgamma(count + 1)) if mean else float(count == 0)
-
-
-def _at_most_together(mean: float) -> int:
-    """The least count beyond the mean that a Poisson variable hits less often than `_RARE`."""
-    count = ceil(mean)
-    while _poisson(count, mean) >= _RARE:
-        count += 1
-    return count
+def _together(others: int, chance: float) -> list[float]:
+    """Binomial: odds that 0, 1, ... of `others` nodes are lost, without the tail rarer than `_RARE`."""
+    odds: list[float] = []
+    for more in range(others + 1):
+        ways = lgamma(others + 1) - lgamma(more + 1) - lgamma(others - more + 1)
+        lost = more * log(chance) if more else 0.0
+        left = (others - more) * log1p(-chance) if more < others else 0.0
+        odds.append(exp(ways + lost + left))
+        if chance == 0 or (more > others * chance and odds[-1] < _RARE):
+            break
+    return odds
 
 
 def poisson_at_most(count: int, mean: float) -> float:
     """P(X <= count) of a Poisson X."""
-    return min(1.0, sum(_poisson(k, mean) for k in range(count + 1)))
+    if mean == 0:
+        return 1.0
+    return min(1.0, sum(exp(k * log(mean) - mean - lgamma(k + 1)) for k in range(count + 1)))
