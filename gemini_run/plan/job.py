@@ -14,6 +14,8 @@ DAY = 86_400.0
 BYTES_PER_PARAMETER = 12
 #: more losses at once than are this likely are left out
 _RARE = 1e-15
+#: and more than this count as fatal
+_MOST_TOGETHER = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,8 +200,8 @@ class Job:
         survive = recovery_probability(self.placement, len(together))
         # Summed from the small side: 1 less the safe part would be rounding alone where many copies are kept.
         fatal = sum(odds * float(1 - survive[1 + more]) for more, odds in enumerate(together))
-        if not self.node_rate:
-            fatal = 0.0
+        if len(together) > _MOST_TOGETHER:
+            fatal += max(0.0, 1 - sum(together))
         beyond = 0.0 if self.domains is None else float(1 - domain_recovery(self.placement, self.domains, 1)[1])
         return min(1.0, fatal), beyond
 
@@ -208,9 +210,10 @@ class Job:
 
 
 def _together(others: int, chance: float) -> list[float]:
-    """Binomial: odds that 0, 1, ... of `others` nodes are lost, without the tail rarer than `_RARE`."""
+    """Binomial: odds that 0, 1, ... of `others` nodes are lost, without the tail rarer than `_RARE`; at most
+    `_MOST_TOGETHER` + 1 of them."""
     odds: list[float] = []
-    for more in range(others + 1):
+    for more in range(min(others, _MOST_TOGETHER) + 1):
         ways = lgamma(others + 1) - lgamma(more + 1) - lgamma(others - more + 1)
         lost = more * log(chance) if more else 0.0
         left = (others - more) * log1p(-chance) if more < others else 0.0
