@@ -11,6 +11,8 @@ from gemini_run.plan.job import Job
 LONGEST_S = 3 * 3600.0
 #: less goodput than this is not worth another copy
 WORTH = 0.001
+#: with less goodput than this at best, every bit counts
+HOPELESS = 0.01
 MOST_REPLICAS = 4
 
 
@@ -88,9 +90,13 @@ def advise(job: Job, host_memory_bytes: float | None = None) -> Advice:
         reason = f"not even one copy fits: {_size(needs)} of host memory needed per node"
         return Advice(None, reason, durable_alone_choice(job), tuple(choices))
     best = max(choice.outcome.goodput for choice in possible)
-    chosen = next(choice for choice in possible if choice.outcome.goodput >= best - WORTH)
+    worth = WORTH if best >= HOPELESS else 0.0
+    chosen = next(choice for choice in possible if choice.outcome.goodput >= best - worth)
     interval = durable_choice(job.with_replicas(chosen.replicas))
-    return Advice(chosen.replicas, _reason(chosen, choices), interval, tuple(choices))
+    reason = _reason(chosen, choices)
+    if best < HOPELESS:
+        reason = f"goodput stays below {HOPELESS:.0%}: failures come faster than training gets going again; {reason}"
+    return Advice(chosen.replicas, reason, interval, tuple(choices))
 
 
 def _reason(chosen: Choice, choices: list[Choice]) -> str:
@@ -111,7 +117,7 @@ def _reason(chosen: Choice, choices: list[Choice]) -> str:
 
 
 def _share(choice: Choice) -> str:
-    return f"{choice.outcome.fatal_share * 100:.2g} %" if choice.outcome.fatal_share < 1 else "all"
+    return f"{choice.outcome.fatal_share * 100:.2g} %" if choice.outcome.fatal_share < 0.9995 else "all"
 
 
 def outcomes(job: Job) -> tuple[Outcome, Outcome, Outcome]:

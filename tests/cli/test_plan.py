@@ -199,7 +199,8 @@ def test_quantities() -> None:
 
 
 @pytest.mark.parametrize(("parse", "text"), [
-    (size, "80G"), (size, "12"), (size, "GB"), (size, "-1GB"), (bandwidth, "400"), (bandwidth, "50GBps"), (duration, "5x"),
+    (size, "80G"), (size, "12"), (size, "GB"), (size, "-1GB"),
+    (bandwidth, "400"), (bandwidth, "50GBps"), (duration, "5x"),
     (duration, "nan"), (count, "1e"), (rate, "1/d"), (whole, "2.7"), (whole, ""),
 ])  # fmt: skip
 def test_what_is_no_quantity(parse: Any, text: str) -> None:

@@ -196,6 +196,13 @@ def test_the_fewest_replicas_that_are_as_good() -> None:
     assert often.replicas is not None and often.replicas > 2
 
 
+def test_a_hopeless_job_is_told_so() -> None:
+    advice = advise(changed(num_nodes=4096, failures_per_node_day=1.0))
+    best = max(choice.outcome.goodput for choice in advice.choices)
+    assert best < 0.01 and "goodput stays below 1%" in advice.reason
+    assert [c.outcome.goodput for c in advice.choices if c.replicas == advice.replicas] == [best]
+
+
 def test_host_memory_limits_the_replicas() -> None:
     assert advise(JOB, 375e9).replicas == 2
     small = advise(JOB, 374e9)
