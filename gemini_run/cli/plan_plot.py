@@ -32,7 +32,7 @@ def draw(request: Request, document: dict[str, Any], target: Path) -> None:
     # The object-oriented interface: no display is looked for, no global state is left.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     _odds(left, request, document)
     _goodput(right, request)
@@ -68,7 +68,7 @@ def _odds(axes: Any, request: Request, document: dict[str, Any]) -> None:
     axes.set(xlabel="lost at once", ylabel="probability of recovery from memory", ylim=(-0.03, 1.03), xticks=lost)
     axes.set_title("What memory survives", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    _legend(axes)
 
 
 def _goodput(axes: Any, request: Request) -> None:
@@ -87,4 +87,9 @@ def _goodput(axes: Any, request: Request) -> None:
     )
     axes.set_title("What training gets", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    # Below the axes: any place inside would hide some curve of some cluster.
+    axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
