@@ -54,7 +54,7 @@ def arrange(where: Domains, replicas: int) -> tuple[list[int], int]:
         return plain, shortest
     if where.domains is None:
         order, ring = _dealt([where.parallel_group(node) for node in plain], m, longest=1)
-    elif found[0]:
+    elif any(found[:2]):
         order, ring = _dealt([where.domain(node) for node in plain], m, longest=g)
     else:
         order, ring = plain, shortest
@@ -149,15 +149,15 @@ def _exchanged(where: Domains, order: Sequence[int], m: int, ring_length: int) -
     cut = len(order) - ring_length
     tried = 0
 
-    def faults_at(*positions: int) -> tuple[int, int]:
+    def faults_at(*positions: int) -> Faults:
         parts = {min(position // m * m, cut) for position in positions}
         found = [_faults(where, order[p : p + m] if p < cut else order[cut:], m, 0 if p < cut else ring_length)
                  for p in parts]  # fmt: skip
-        return sum(f[0] for f in found), sum(f[1] for f in found)
+        return sum(f[0] for f in found), sum(f[1] for f in found), sum(f[2] for f in found)
 
     for here in range(len(order)):
         for distance in range(1, len(order)):
-            if tried >= _EXCHANGES or not faults_at(here)[1]:
+            if tried >= _EXCHANGES or not faults_at(here)[2]:
                 break
             tried += 1
             there = (here + distance) % len(order)
@@ -170,15 +170,22 @@ def _exchanged(where: Domains, order: Sequence[int], m: int, ring_length: int) -
 
 # --- counting ------------------------------------------------------------------------------------------
 
-_NONE = (0, 0)
+#: over all shards, the worst first: with all copies in one domain; copies beyond the first in one domain; copies beyond
+#: the first in one parallel group
+Faults = tuple[int, int, int]
+_NONE: Faults = (0, 0, 0)
 
 
-def _faults(where: Domains, order: Sequence[int], m: int, ring_length: int) -> tuple[int, int]:
-    """Over all shards: copies beyond the first in one domain, and beyond the first in one parallel group."""
+def _faults(where: Domains, order: Sequence[int], m: int, ring_length: int) -> Faults:
     cut = len(order) - ring_length
     sets = [(order[i : i + m], m) for i in range(0, cut, m)]
     sets += [([order[cut + (i + s) % ring_length] for s in range(m)], 1) for i in range(ring_length)]
-    return (
-        0 if where.domains is None else sum(t * (m - len(set(map(where.domain, nodes)))) for nodes, t in sets),
-        0 if where.parallel is None else sum(t * (m - len(set(map(where.parallel_group, nodes)))) for nodes, t in sets),
-    )
+    alone = repeated = parallel = 0
+    for nodes, shards in sets:
+        if where.domains is not None:
+            span = len(set(map(where.domain, nodes)))
+            alone += shards * (span == 1 < m)
+            repeated += shards * (m - span)
+        if where.parallel is not None:
+            parallel += shards * (m - len(set(map(where.parallel_group, nodes))))
+    return alone, repeated, parallel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from gemini_run.plan.counting import components
 from gemini_run.plan.domains import Domains
 
 Nodes = tuple[int, ...]
@@ -29,23 +30,22 @@ def share(where: Domains, replicas: int, classes: Sequence[Nodes]) -> tuple[tupl
     Classes are gathered into cells with at least `replicas` domains (as far as there are so many); a class sends what
     it lacks within its cell: into domains that hold no copy yet, outside its parallel groups, to the node that
     receives least, to the nearest. The members of a class take turns in sending. A class that lacks nothing stays out
-    unless a cell needs its nodes as receivers; its nodes are groups of one.
+    unless a cell needs its nodes as receivers. Groups are what traffic joins; who has none is a group of one.
     """
-    cells, idle = _cells(where, replicas, classes)
     sends: list[list[int]] = [[] for _ in range(where.num_nodes)]
     received = [0] * where.num_nodes
-    for cell in cells:
+    for cell in _cells(where, replicas, classes):
         nodes = tuple(node for members in cell for node in members)
         for members in cell:
             for turn, target in enumerate(_targets(where, replicas, members, nodes, received)):
                 sends[members[turn % len(members)]].append(target)
                 received[target] += 1
-    groups = [tuple(node for members in cell for node in members) for cell in cells]
-    groups += [(node,) for members in idle for node in members]
+    traffic = [(node, target) for node, targets in enumerate(sends) for target in targets]
+    groups = sorted(tuple(sorted(nodes)) for nodes, _ in components(range(where.num_nodes), traffic))
     return tuple(groups), tuple(map(tuple, sends))
 
 
-def _cells(where: Domains, replicas: int, classes: Sequence[Nodes]) -> tuple[list[list[Nodes]], list[Nodes]]:
+def _cells(where: Domains, replicas: int, classes: Sequence[Nodes]) -> list[list[Nodes]]:
     everywhere = len({where.domain(node) for node in range(where.num_nodes)})
     wanted = min(replicas, everywhere)
 
@@ -70,7 +70,7 @@ def _cells(where: Domains, replicas: int, classes: Sequence[Nodes]) -> tuple[lis
         while not enough(cell):
             cell.append(idle.pop(0))
         cells.append(cell)
-    return cells, idle
+    return cells
 
 
 def _targets(where: Domains, replicas: int, members: Nodes, cell: Nodes, received: Sequence[int]) -> list[int]:

@@ -167,6 +167,40 @@ def test_copies_held_alike_in_one_domain_count_once() -> None:
     assert sum(len(plan.sends_to(v)) for v in range(6)) == 0 and plan.unavoided
 
 
+def test_holders_of_shared_shards_span_as_many_domains_as_there_are() -> None:
+    for n, m, racks in CASES:
+        for spread in range(1, n + 1):
+            alike = [f"x{node * spread // n}" for node in range(n)]
+            plan = placement(n, m, domains=racks, alike=alike)
+            spans = {len({racks[h] for h in plan.holders(v)}) for v in range(n)}
+            if plan.alike:
+                assert min(spans) >= min(m, len(set(racks))), (n, m, racks, alike)
+                assert all(len(plan.holders(v)) >= m for v in range(n))
+            # Whoever is in a group of several has traffic in it: process groups wait for all their members.
+            for group in plan.groups:
+                if len(group) > 1:
+                    assert all(plan.sends_to(v) or plan.receives_from(v) for v in group)
+
+
+def faults(plan: Placement, racks: list[str], parallel: list[str]) -> tuple[int, int, int]:
+    """Shards with all copies in one rack; then how little the copies spread over racks, over parallel groups."""
+    spans, groups = ([len({of[h] for h in plan.holders(v)}) for v in range(plan.num_nodes)] for of in (racks, parallel))
+    return spans.count(1), -sum(spans), -sum(groups)
+
+
+def test_exchanges_for_parallel_groups_cost_no_domain() -> None:
+    better = 0
+    for n, m, racks in CASES:
+        for parts in range(2, n if n <= 7 else 0):
+            parallel = [f"p{node % parts}" for node in range(n)]
+            plan = placement(n, m, domains=racks, parallel=parallel)
+            sound(plan)
+            before, after = (faults(p, racks, parallel) for p in (placement(n, m, domains=racks), plan))
+            assert after <= before, (n, m, racks, parallel)
+            better += after < before
+    assert better > 20
+
+
 def test_labels_for_another_number_of_nodes_are_refused() -> None:
     for name in ("domains", "parallel", "alike"):
         with pytest.raises(ValueError, match=f"{name}: 3 labels for 4 nodes"):
