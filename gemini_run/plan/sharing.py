@@ -6,7 +6,7 @@ towards m, and only what lacks is sent.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from gemini_run.plan.counting import components
 from gemini_run.plan.domains import Domains
@@ -27,10 +27,11 @@ def classes_of(order: Sequence[int], alike: Sequence[Hashable | None] | None) ->
 def share(where: Domains, replicas: int, classes: Sequence[Nodes]) -> tuple[tuple[Nodes, ...], tuple[Nodes, ...]]:
     """Groups of nodes, and per node whom it sends to.
 
-    Classes are gathered into cells with at least `replicas` domains (as far as there are so many); a class sends what
-    it lacks within its cell: into domains that hold no copy yet, outside its parallel groups, to the node that
-    receives least, to the nearest. The members of a class take turns in sending. A class that lacks nothing stays out
-    unless a cell needs its nodes as receivers. Groups are what traffic joins; who has none is a group of one.
+    Classes are gathered into cells with at least `replicas` domains and parallel groups, as far as there are so many.
+    A class sends what it lacks within its cell: into domains that hold no copy yet, outside its parallel groups, to
+    the node that receives least, to the nearest. The members of a class take turns in sending. A class that lacks
+    nothing stays out unless a cell needs its nodes as receivers. Groups are what traffic joins; who has none is a
+    group of one.
     """
     sends: list[list[int]] = [[] for _ in range(where.num_nodes)]
     received = [0] * where.num_nodes
@@ -46,14 +47,16 @@ def share(where: Domains, replicas: int, classes: Sequence[Nodes]) -> tuple[tupl
 
 
 def _cells(where: Domains, replicas: int, classes: Sequence[Nodes]) -> list[list[Nodes]]:
-    everywhere = len({where.domain(node) for node in range(where.num_nodes)})
-    wanted = min(replicas, everywhere)
+    def span(nodes: Iterable[int]) -> tuple[int, int]:
+        nodes = list(nodes)
+        return len({where.domain(node) for node in nodes}), len({where.parallel_group(node) for node in nodes})
 
-    def span(members: Sequence[Nodes]) -> int:
-        return len({where.domain(node) for nodes in members for node in nodes})
+    domains, parallel = (min(replicas, there) for there in span(range(where.num_nodes)))
 
     def enough(cell: Sequence[Nodes]) -> bool:
-        return span(cell) >= wanted and sum(map(len, cell)) >= replicas
+        nodes = [node for members in cell for node in members]
+        found = span(nodes)
+        return len(nodes) >= replicas and found[0] >= domains and (len(cell) == 1 or found[1] >= parallel)
 
     short = [members for members in classes if not enough([members])]
     idle = [members for members in classes if enough([members])]
@@ -67,7 +70,7 @@ def _cells(where: Domains, replicas: int, classes: Sequence[Nodes]) -> list[list
     if cell and cells:
         cells[-1] += cell
     elif cell:
-        while not enough(cell):
+        while idle and not enough(cell):
             cell.append(idle.pop(0))
         cells.append(cell)
     return cells

@@ -201,6 +201,18 @@ def test_exchanges_for_parallel_groups_cost_no_domain() -> None:
     assert better > 20
 
 
+def test_shared_shards_avoid_parallel_groups_and_spread_the_load() -> None:
+    # Pairs; a third copy each. The near nodes are in the owner's pipeline, those after them are not.
+    pairs = [f"x{node // 2}" for node in range(8)]
+    free = placement(8, 4, alike=pairs)
+    assert {len(free.receives_from(v)) for v in range(8)} == {1}
+    four = placement(6, 3, alike=["x", "x", "y", "y", "y", "y"])
+    assert sum(len(four.sends_to(v)) for v in range(6)) == 1
+    pipelines = ["p", "p", "p", "q", "q", "q"]
+    plan = placement(6, 3, alike=["x", "x", "y", "z", "z", None], parallel=pipelines)
+    assert all(pipelines[h] != pipelines[0] for h in plan.sends_to(0) + plan.sends_to(1))
+
+
 def test_labels_for_another_number_of_nodes_are_refused() -> None:
     for name in ("domains", "parallel", "alike"):
         with pytest.raises(ValueError, match=f"{name}: 3 labels for 4 nodes"):

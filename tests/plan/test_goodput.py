@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from math import exp, sqrt
+from math import exp, expm1, sqrt
 
 import pytest
 
@@ -250,3 +250,40 @@ def test_estimates() -> None:
     assert draw_losses(plan, 1, 10, random.Random(0)) == Estimate(1.0, 0.0)
     with pytest.raises(ValueError, match="17 of 16"):
         draw_losses(plan, 17, 10, random.Random(0))
+
+
+class Scripted:
+    """A random source that makes failures of single nodes come at given times."""
+
+    def __init__(self, job: Job, failures: list[tuple[float, int]]) -> None:
+        self.uniform: list[float] = []
+        self.nodes = [node for _, node in failures]
+        before = 0.0
+        for at, _ in [*failures, (1e12, 0)]:
+            # What the player turns into that waiting time, then into "a node".
+            self.uniform += [-expm1(-(at - before) * job.rate), 0.0]
+            before = at
+
+    def random(self) -> float:
+        return min(self.uniform.pop(0), 1 - 1e-16)
+
+    def sample(self, population: object, k: int) -> list[int]:
+        return [self.nodes.pop(0) if self.nodes else 0]
+
+
+@pytest.mark.parametrize(("second", "kept"), [(1, False), (2, True)])
+def test_a_second_loss_in_the_window_is_fatal_in_the_same_group(second: int, kept: bool) -> None:
+    job = changed(durable_stall_s=0.0, failures_per_node_day=0.1)
+    assert job.placement.group_of(0) == (0, 1)
+    hour, day = 3600.0, 86400.0
+    played = play_gemini(job, 10 * day, 1.0, 1, Scripted(job, [(hour, 0), (hour + 10, second)]))
+    load = job.fetch_s if kept else job.upload_s
+    back = hour + 10 + job.replacement_s + job.detection_s + job.restart_s + load
+    before = (hour - job.transfer_s / job.network_share) // 62 * 62 if kept else 0.0
+    assert played.mean == pytest.approx((before + (day - back) // 62 * 62) / day)
+
+
+def test_after_the_window_the_group_may_lose_the_other() -> None:
+    job = changed(durable_stall_s=0.0, failures_per_node_day=0.1)
+    played = play_gemini(job, 1e6, 1.0, 1, Scripted(job, [(3600.0, 0), (7200.0, 1)]))
+    assert played.mean > 0.97
