@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +53,19 @@ def arrange(where: Domains, replicas: int) -> tuple[list[int], int]:
     found = _faults(where, plain, m, shortest)
     if m == 1 or found == _NONE:
         return plain, shortest
-    if where.domains is None:
-        order, ring = _dealt([where.parallel_group(node) for node in plain], m, longest=1)
-    elif any(found[:2]):
-        order, ring = _dealt([where.domain(node) for node in plain], m, longest=g)
-    else:
-        order, ring = plain, shortest
+    candidates = [(plain, shortest)]
+    parallel = [where.parallel_group(node) for node in plain]
+    if where.parallel is not None:
+        candidates.append(_dealt(parallel, m, longest=1))
+    if where.domains is not None and any(found[:2]):
+        domains = [where.domain(node) for node in plain]
+        candidates.append(_dealt(domains, m, longest=g))
+        if where.parallel is not None:
+            candidates.append(_dealt(domains, m, longest=g, within=parallel))
+    order, ring = min(candidates, key=lambda c: _faults(where, c[0], m, c[1]))  # the first of equals
     if where.domains is not None and where.parallel is not None:
         order = _exchanged(where, order, m, ring)
-    return (order, ring) if _faults(where, order, m, ring) < found else (plain, shortest)
+    return order, ring
 
 
 def colliding(where: Domains, holders: Iterable[Sequence[int]], replicas: int) -> tuple[str, ...]:
@@ -91,13 +96,22 @@ def colliding(where: Domains, holders: Iterable[Sequence[int]], replicas: int) -
 # --- dealing -------------------------------------------------------------------------------------------
 
 
-def _dealt(labels: Sequence[object], m: int, longest: int) -> tuple[list[int], int]:
-    """Order and ring length by the derivation above; a ring of at most m * `longest` + q nodes."""
+def _dealt(
+    labels: Sequence[object], m: int, longest: int, within: Sequence[object] | None = None
+) -> tuple[list[int], int]:
+    """Order and ring length by the derivation above; a ring of at most m * `longest` + q nodes.
+
+    Args:
+        within: second labels, which nodes of groups should not share either: each domain's nodes are dealt in the
+            order of these, from another one on for each place in a group. A start for `_exchanged`, no guarantee.
+    """
     g, q = divmod(len(labels), m)
     nodes_of: dict[object, list[int]] = {}
     for node, label in enumerate(labels):
         nodes_of.setdefault(label, []).append(node)
     columns = sorted(nodes_of.values(), key=lambda nodes: (-len(nodes), nodes))
+    if within is not None:
+        columns = _turned(columns, within, m, g)
     if not q:
         return _groups(columns, g), 0
     rows = _rows([len(nodes) for nodes in columns], m, q, g if len(columns[0]) <= g and longest > 1 else 1)
@@ -121,6 +135,17 @@ def _groups(columns: Sequence[Sequence[int]], count: int) -> list[int]:
     return [node for group in groups for node in group]
 
 
+def _turned(columns: Sequence[list[int]], within: Sequence[object], m: int, g: int) -> list[list[int]]:
+    first = {label: node for node, label in reversed(list(enumerate(within)))}
+    turned, dealt = [], 0
+    for column in columns:
+        ordered = sorted(column, key=lambda node: (first[within[node]], node))
+        start = dealt // g * len(column) // m
+        turned.append(ordered[start:] + ordered[:start])
+        dealt += len(column)
+    return turned
+
+
 def _rows(sizes: Sequence[int], m: int, q: int, longest: int) -> int:
     """The least j with sum(min(j, c_i)) >= m*j + q, or 1 where there is none up to `longest`."""
     for rows in range(1, longest + 1):
@@ -139,15 +164,19 @@ def _taken(sizes: Sequence[int], rows: int, g: int, length: int) -> list[int]:
     return taken
 
 
-_EXCHANGES = 20_000  # tried at most
+_EXCHANGES = 30_000  # tried at most
+_ANYWHERE = 64  # of them for one node, with nodes of other domains
 
 
 def _exchanged(where: Domains, order: Sequence[int], m: int, ring_length: int) -> list[int]:
     """`order` with pairs of nodes exchanged as long as that takes copies out of the owner's parallel group and puts
-    none into one domain."""
+    none into one domain. First with nodes of the same domain, which cannot do that, then with some others."""
     order = list(order)
     cut = len(order) - ring_length
     tried = 0
+    of_domain: dict[object, list[int]] = {}  # positions, whose domains stay as long as these are exchanged
+    for position, node in enumerate(order):
+        of_domain.setdefault(where.domain(node), []).append(position)
 
     def faults_at(*positions: int) -> Faults:
         parts = {min(position // m * m, cut) for position in positions}
@@ -155,16 +184,25 @@ def _exchanged(where: Domains, order: Sequence[int], m: int, ring_length: int) -
                  for p in parts]  # fmt: skip
         return sum(f[0] for f in found), sum(f[1] for f in found), sum(f[2] for f in found)
 
-    for here in range(len(order)):
-        for distance in range(1, len(order)):
+    def exchange(here: int, candidates: Iterable[int]) -> None:
+        nonlocal tried
+        for there in candidates:
             if tried >= _EXCHANGES or not faults_at(here)[2]:
-                break
+                return
+            if where.parallel_group(order[here]) == where.parallel_group(order[there]):
+                continue
             tried += 1
-            there = (here + distance) % len(order)
             before = faults_at(here, there)
             order[here], order[there] = order[there], order[here]
             if faults_at(here, there) >= before:
                 order[here], order[there] = order[there], order[here]
+
+    for here in range(len(order)):
+        exchange(here, of_domain[where.domain(order[here])])
+    for here in range(len(order)):
+        others = ((here + step) % len(order) for step in range(1, len(order)))
+        group = where.parallel_group(order[here])
+        exchange(here, islice((p for p in others if where.parallel_group(order[p]) != group), _ANYWHERE))
     return order
 
 

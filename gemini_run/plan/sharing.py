@@ -12,6 +12,7 @@ from gemini_run.plan.counting import components
 from gemini_run.plan.domains import Domains
 
 Nodes = tuple[int, ...]
+_LARGEST = 16  # times m: nodes of a cell, beyond which it no longer waits for a rare domain
 
 
 def classes_of(order: Sequence[int], alike: Sequence[Hashable | None] | None) -> list[Nodes]:
@@ -28,10 +29,10 @@ def share(where: Domains, replicas: int, classes: Sequence[Nodes]) -> tuple[tupl
     """Groups of nodes, and per node whom it sends to.
 
     Classes are gathered into cells with at least `replicas` domains and parallel groups, as far as there are so many.
-    A class sends what it lacks within its cell: into domains that hold no copy yet, outside its parallel groups, to
-    the node that receives least, to the nearest. The members of a class take turns in sending. A class that lacks
-    nothing stays out unless a cell needs its nodes as receivers. Groups are what traffic joins; who has none is a
-    group of one.
+    A class sends what it lacks within its cell: to nodes that receive fewer than m copies (m - 1 would be the load
+    were nothing alike), into domains that hold no copy yet, outside its parallel groups, to the node that receives
+    least, to the nearest. The members of a class take turns in sending. A class that lacks nothing stays out unless a
+    cell needs its nodes as receivers. Groups are what traffic joins; who has none is a group of one.
     """
     sends: list[list[int]] = [[] for _ in range(where.num_nodes)]
     received = [0] * where.num_nodes
@@ -64,7 +65,7 @@ def _cells(where: Domains, replicas: int, classes: Sequence[Nodes]) -> list[list
     cell: list[Nodes] = []
     for members in short:
         cell.append(members)
-        if enough(cell):
+        if enough(cell) or sum(map(len, cell)) >= _LARGEST * replicas:
             cells.append(cell)
             cell = []
     if cell and cells:
@@ -85,8 +86,17 @@ def _targets(where: Domains, replicas: int, members: Nodes, cell: Nodes, receive
     left = [node for node in around if node not in members]
     targets: list[int] = []
     while len(domains) < replicas and left:
-        best = min(left, key=lambda n: (where.domain(n) in domains, where.parallel_group(n) in parallel, received[n]))
-        if where.domain(best) in domains and len(members) + len(targets) >= replicas:
+        best = min(
+            left,
+            key=lambda n: (
+                received[n] >= replicas,
+                where.domain(n) in domains,
+                where.parallel_group(n) in parallel,
+                received[n],
+            ),
+        )
+        gains = where.domain(best) not in domains and received[best] < replicas
+        if not gains and len(members) + len(targets) >= replicas:
             break
         left.remove(best)
         targets.append(best)
