@@ -79,6 +79,17 @@ def test_the_ring_is_no_longer_than_the_domains_force_it_to_be() -> None:
             assert len(plan.ring) == m + n % m
 
 
+@pytest.mark.parametrize(("m", "sizes"), [
+    (6, (3, 3, 3, 2, 2, 2, 2, 3, 2)), (5, (2, 3, 2, 2, 3, 3, 2, 2)), (3, (7, 7, 7, 2)), (4, (16,) * 4 + (3,)),
+])  # fmt: skip
+def test_larger_jobs_whose_ring_must_take_from_the_largest_domains(m: int, sizes: tuple[int, ...]) -> None:
+    of = labels(sizes, interleaved=False)
+    assert max(sizes) <= len(of) // m
+    plan = placement(len(of), m, domains=of)
+    sound(plan)
+    assert repeats(plan, of) == [] and plan.unavoided == () and plan.ring
+
+
 def test_groups_spread_as_evenly_as_counting_allows() -> None:
     """Where a domain is too large for m | N, the copies too many are the fewest possible: sum of m*c - N."""
     for n, m, of in CASES:
