@@ -22,6 +22,7 @@ OURS = {
     "--durable-keep": True,
     "--durable-timeout": True,
     "--require-checkpoint": False,
+    "--shrink-after": True,
     "--no-zygote": False,
     "--config": True,
     "--debug": False,
