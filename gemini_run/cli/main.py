@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "run": "gemini_run.cli.run:run",
     "status": "gemini_run.cli.status:status",
     "recover": "gemini_run.cli.recover:recover",
+    "plan": "gemini_run.cli.plan:plan",
 }
 _FAILED = 1
 
