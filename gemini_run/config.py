@@ -62,6 +62,7 @@ class Settings:
         require_checkpoint: fail where no checkpoint is found.
         shrink_after: seconds that a job of ``--nnodes MIN:MAX`` waits for a lost node's replacement before it goes on
             with fewer.
+        failure_domain: what this node fails together with (a rack, a switch, a zone), by name; None = nothing.
         zygote: fork workers from a pre-imported process.
         debug: tracebacks of gemini-run's own errors.
     """
@@ -75,6 +76,7 @@ class Settings:
     durable_timeout: float = 300.0
     require_checkpoint: bool = False
     shrink_after: float = 10.0
+    failure_domain: str | None = None
     zygote: bool = True
     debug: bool = False
 
@@ -118,6 +120,7 @@ _CONVERT: Mapping[str, Any] = {
     "durable_timeout": lambda v: _number(v),
     "require_checkpoint": lambda v: _boolean(v),
     "shrink_after": lambda v: _number(v),
+    "failure_domain": str,
     "zygote": lambda v: _boolean(v),
     "debug": lambda v: _boolean(v),
 }

@@ -200,6 +200,7 @@ class WorkerContext:
     store_host: str  #: this round's store
     store_port: int
     replicas: int  #: copies of a shard including the local one (m)
+    failure_domains: tuple[str | None, ...] | None = None  #: of each node, see plan.placement
     snapshot_interval: int  #: iterations between snapshots, 1 = every iteration
     durable_iterations: int | None  #: hold every n-th iteration for the durable tier
     durable_seconds: float | None  #: or one each so many seconds

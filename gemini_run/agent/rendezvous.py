@@ -35,6 +35,7 @@ from gemini_run.agent.server import call
 from gemini_run.errors import PeerLost
 from gemini_run.plan.formation import Before
 from gemini_run.plan.health import watch_targets
+from gemini_run.plan.placement import placement
 from gemini_run.plan.recovery import assign_node_ranks
 from gemini_run.terminal import say
 from gemini_run.wire import WorkerContext
@@ -79,6 +80,7 @@ class GeminiRendezvous(RendezvousHandler):
         self._reform_requested = -1  # newest round that a peer asked to leave
         self._names: dict[str, str] = {}  # node id -> name in the membership, of those not known to be lost
         self._unreachable = False
+        self._unavoided: tuple[str, ...] = ()  # said last
         #: a cluster of etcd may get its majority back; a TCPStore is gone with its host
         self._may_return = self._membership is not None and self._membership.store_may_return
         self._ask_again_at = 0.0
@@ -212,6 +214,7 @@ class GeminiRendezvous(RendezvousHandler):
             store_host=present.store_host,
             store_port=present.store_port,
             replicas=settings.copies_among(present.num_nodes),
+            failure_domains=present.failure_domains,
             snapshot_interval=settings.snapshot_interval,
             durable_iterations=settings.durable_interval.iterations if durable else None,
             durable_seconds=settings.durable_interval.seconds if durable else None,
@@ -370,6 +373,8 @@ class GeminiRendezvous(RendezvousHandler):
                 os.eventfd_write(self.wake_fd, 1)
             else:
                 self._drain()
+        if me == 0:
+            self._warn_of_shared_fates()
         self._runtime.event(
             "round_started",
             round=number,
@@ -381,6 +386,19 @@ class GeminiRendezvous(RendezvousHandler):
             lost_iterations=outcome.lost_iterations,
         )
 
+    def _warn_of_shared_fates(self) -> None:
+        """Say, once for each set of nodes, which copies could not be put into different failure domains."""
+        present = self.round
+        if present is None or present.failure_domains is None:
+            return
+        replicas = self._runtime.settings.copies_among(present.num_nodes)
+        unavoided = placement(present.num_nodes, replicas, domains=present.failure_domains).unavoided
+        if unavoided and unavoided != self._unavoided:
+            more = f" (and {len(unavoided) - 1} more: events.jsonl)" if len(unavoided) > 1 else ""
+            say(f"warning: placement of copies: {unavoided[0]}{more}")
+            self._runtime.event("placement_shares_domain", round=present.number, unavoided=list(unavoided))
+        self._unavoided = unavoided
+
     def _myself(self) -> PeerNode:
         server = self._runtime.server
         return PeerNode(
@@ -390,6 +408,7 @@ class GeminiRendezvous(RendezvousHandler):
             server.port,
             self._local_world_size,
             server.own_token,
+            self._runtime.settings.failure_domain,
         )
 
     def _store_server(self) -> dist.TCPStore:

@@ -96,6 +96,7 @@ class Reporter:
             "memory_dir": str(memory.paths.root),
             "local_world_size": present.nodes[present.node_rank].local_world_size if present else None,
             "replicas": _replicas(runtime, present),
+            "failure_domain": runtime.settings.failure_domain,
             "workers": self._workers(),
             "slots": [
                 {

@@ -52,6 +52,7 @@ class PeerNode:
 
     Attributes:
         token: what its server asks of callers; made by that agent, exchanged through the rendezvous.
+        failure_domain: what it fails together with, None = nothing that it knows of.
     """
 
     node_id: str
@@ -60,6 +61,7 @@ class PeerNode:
     port: int
     local_world_size: int
     token: str = dataclasses.field(default="", repr=False)
+    failure_domain: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,12 @@ class RoundInfo:
     @property
     def world_size(self) -> int:
         return sum(node.local_world_size for node in self.nodes)
+
+    @property
+    def failure_domains(self) -> tuple[str | None, ...] | None:
+        """Of each node, None if none of them knows its own."""
+        domains = tuple(node.failure_domain for node in self.nodes)
+        return domains if any(domain is not None for domain in domains) else None
 
     @property
     def resharded(self) -> bool:

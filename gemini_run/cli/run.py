@@ -91,6 +91,12 @@ class RunCommand(click.Command):
     help="With --nnodes MIN:MAX: how long a lost node may be replaced before the job goes on with fewer. [default: 10]",
 )
 @click.option(
+    "--failure-domain",
+    metavar="KEY",
+    help="What this node fails together with (rack, switch, zone), any name: copies of a shard go to different ones. "
+    "Each node says its own. [default: none]",
+)
+@click.option(
     "--no-zygote",
     is_flag=True,
     default=None,

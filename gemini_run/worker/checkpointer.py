@@ -265,7 +265,7 @@ class Checkpointer:
         context = self._context
         if context is None or context.replicas < 2:
             return None
-        plan = placement(context.num_nodes, context.replicas)
+        plan = placement(context.num_nodes, context.replicas, domains=context.failure_domains)
         group = next(i for i, members in enumerate(plan.groups) if context.node_rank in members)
         first_ranks = tuple(node * self._local_world_size for node in range(context.num_nodes))
         peers = form(

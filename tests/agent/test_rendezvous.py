@@ -408,6 +408,19 @@ def test_a_node_that_its_peers_gave_up_comes_back_as_a_newcomer(job: Callable[..
     b.inner.set_closed()
 
 
+def test_copies_that_cannot_be_kept_apart_are_said_once(
+    job: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = job(3)
+    nodes = [run.node(Settings(failure_domain=domain)) for domain in ("a", "a", "a")]
+    for _ in range(2):
+        run.form(*nodes)
+    [said] = run.events("placement_shares_domain")
+    assert capfd.readouterr().err.count("warning: placement of copies: ") == 1
+    assert said["round"] == 0 and said["unavoided"]
+    assert all(node.rendezvous.worker_context().failure_domains == ("a", "a", "a") for node in nodes)
+
+
 def peer_of(node: Node) -> PeerNode:
     return node.rendezvous._myself()
 

@@ -113,3 +113,21 @@ def test_a_job_shrinks_and_grows_with_its_state(run: Make) -> None:
     assert job.cluster.events("fell_back") == []
     assert "taken with 3 ranks and redistributed to 2" in job.said()
     assert not any(node.memory() for node in job.cluster.nodes)
+
+
+def test_a_rack_is_lost(run: Make, reference: Reference) -> None:
+    """Both nodes of it at once: their shards have their copies in the other rack, whatever ranks the nodes have."""
+    job = run(4, 1)
+    for node in job.cluster.nodes:
+        node._environment["GEMINI_FAILURE_DOMAIN"] = f"rack {node.index // 2}"  # node 0 holds the rendezvous store
+    job.start("--pause=0.1")
+    job.reach(10)
+    rack = job.cluster.nodes[2:]
+    for node in rack:
+        node.kill()
+    for node in rack:
+        job.cluster.start_node(node.index)
+    job.ends_like(reference(world=4))
+    of_round = [e for e in job.cluster.events("restored") if e["round"] == 1]
+    assert sorted(e["source"] for e in of_round) == ["local", "local", "peer", "peer"]
+    assert job.cluster.events("fell_back") == [] and job.cluster.events("placement_shares_domain") == []

@@ -23,6 +23,7 @@ OURS = {
     "--durable-timeout": True,
     "--require-checkpoint": False,
     "--shrink-after": True,
+    "--failure-domain": True,
     "--no-zygote": False,
     "--config": True,
     "--debug": False,
