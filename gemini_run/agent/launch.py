@@ -37,7 +37,7 @@ from gemini_run.agent.state import AgentState
 from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.config import Settings
 from gemini_run.errors import ConfigError, GeminiError
-from gemini_run.ids import new_run_id
+from gemini_run.ids import new_run_id, shared_run_id
 from gemini_run.memory.segment import NodeMemory, read_beacons
 from gemini_run.terminal import say
 from gemini_run.wire import RunPaths
@@ -45,6 +45,7 @@ from gemini_run.wire import RunPaths
 DEFAULT_MAX_RESTARTS = 10  #: restarts without progress; torchrun's own default is 0
 RUN_FORMAT_VERSION = 1
 _JOIN_SECONDS = 600.0  #: torch's own join timeout
+_MASTER_PORT = 29500  #: torchrun's
 _NO_RUN_ID = ("", "none")  # torchrun's "not given"
 
 
@@ -66,7 +67,7 @@ def torchrun_arguments(command: CommandLine) -> argparse.Namespace:
     """torchrun's arguments, with the run id and the rendezvous filled in where the user named none.
 
     Raises:
-        ConfigError: torchrun's options are wrong, there is no script, or several nodes have no common run id.
+        ConfigError: torchrun's options are wrong, or there is no script.
     """
     if command.script is None:
         raise ConfigError("no script given: gemini-run [options] train.py [script options] (see gemini-run --help)")
@@ -90,11 +91,14 @@ def torchrun_arguments(command: CommandLine) -> argparse.Namespace:
         args.local_addr = args.local_addr or "localhost"
     if args.rdzv_id in _NO_RUN_ID:
         if max_nodes > 1:
-            raise ConfigError(
-                f"--nnodes {args.nnodes} without --rdzv-id: the nodes must name their run alike; add --rdzv-id NAME "
-                "to the command on every node"
+            meeting = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or _MASTER_PORT}"
+            args.rdzv_id = shared_run_id(meeting, [command.script, *command.script_args], os.environ)
+            say(
+                f"no --rdzv-id: run {args.rdzv_id}, named after where the nodes meet and the script's command line, "
+                "which must be the same on all nodes"
             )
-        args.rdzv_id = new_run_id()
+        else:
+            args.rdzv_id = new_run_id()
     return args
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
-from runs import PATIENCE, Reference, Run, ask
+from runs import JOB, PATIENCE, PAUSE, STEPS, Reference, Run, ask
 
 from gemini_run.agent.etcd_member import Place, _is_free_here
-from gemini_run.testing.nodes import free_port
+from gemini_run.testing.nodes import free_port, read_events
 
 pytestmark = pytest.mark.cluster
 Make = Callable[..., Run]
@@ -50,3 +52,25 @@ def pairs_of_ports(count: int) -> list[int]:
         if _is_free_here(Place("127.0.0.1", port)) and not {port - 1, port, port + 1} & set(found):
             found.append(port)
     return found
+
+
+def test_the_classic_command_of_two_nodes_without_a_run_id(run: Make, reference: Reference) -> None:
+    """--nnodes, --node-rank, --master-addr and --master-port, as in many a launch script; a worker is killed."""
+    job = run(2, 1)
+    port = free_port()
+    command = [f"--steps={STEPS}", f"--pause={PAUSE}", f"--out={job.out}", f"--lines={job.lines}"]
+    for node in job.cluster.nodes:
+        options = ["--nnodes=2", f"--node-rank={node.index}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        node.start([*options, str(JOB), *command])
+    job.reach(10)
+    [home] = (job.cluster.home / "runs").iterdir()
+    assert home.name.startswith(f"127.0.0.1-{port}-"), "both are of one run"
+    state = [node.output() for node in job.cluster.nodes]
+    assert all(f"no --rdzv-id: run {home.name}" in text for text in state)
+    [victim] = {
+        e["pid"] for e in read_events(home / "events.jsonl") if e["event"] == "zygote_forked" and e["rank"] == 1
+    }
+    os.kill(victim, signal.SIGKILL)
+    job.ends_like(reference())
+    restored = [e for e in read_events(home / "events.jsonl") if e["event"] == "restored"]
+    assert len(restored) == 2 and {e["source"] for e in restored} == {"local"}
