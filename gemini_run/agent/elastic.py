@@ -16,7 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
@@ -27,6 +34,7 @@ from gemini_run.agent.process import WorkerProcess
 from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.errors import GeminiError
 from gemini_run.memory.segment import read_beacons
+from gemini_run.plan.recovery import worker_ranks
 from gemini_run.terminal import say
 from gemini_run.wire import ENV_WORKER, EXIT_FATAL, EXIT_REPLAN
 
@@ -226,6 +234,27 @@ class GeminiAgent(LocalElasticAgent):
         worker_group.spec.max_restarts = self._remaining_restarts + round_info.number
         self._state.round = round_info.number
         self._on_round()
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """As torch does, from what the agents told each other when the round was formed. torch asks through the store
+        once more, and waits there, deaf to everything, for a node that has died since."""
+        round_info = self._rendezvous_handler.round
+        if round_info is None:
+            raise RuntimeError("ranks are asked for outside a round")
+        nodes = [(node.local_world_size, node.role) for node in round_info.nodes]
+        first, world_size, first_of_role, role_world_size = worker_ranks(nodes, group_rank)
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=first + local_rank,
+                role_rank=first_of_role + local_rank,
+                world_size=world_size,
+                role_world_size=role_world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _subprocess_handler(functools.partial(_WorkerHandler, self)):

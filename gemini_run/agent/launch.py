@@ -235,7 +235,7 @@ class _Node:
         else:
             etcd_rendezvous.register()
             inner = rendezvous_registry.get_rendezvous_handler(parameters)
-        self._rendezvous = rendezvous.wrap(inner, runtime, config.nproc_per_node)
+        self._rendezvous = rendezvous.wrap(inner, runtime, config.nproc_per_node, config.role)
         self._rendezvous.on_spare = self._on_spare
         self._persister = Persister(runtime, self._rendezvous)
         self._reporter = Reporter(runtime, self._rendezvous, self._state, self._persister)

@@ -48,11 +48,12 @@ _ASK_AGAIN_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
 _STORE_GONE = "the rendezvous store cannot be reached (the node that hosts it has ended?)"
 _STORE_TIMEOUT = timedelta(seconds=60)
+_REACH_TIMEOUT = timedelta(seconds=5)
 
 
-def wrap(inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int) -> GeminiRendezvous:
+def wrap(inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int, role: str) -> GeminiRendezvous:
     """gemini-run's rendezvous around the one that torch made for this job."""
-    return GeminiRendezvous(inner, runtime, local_world_size)
+    return GeminiRendezvous(inner, runtime, local_world_size, role)
 
 
 class GeminiRendezvous(RendezvousHandler):
@@ -64,13 +65,16 @@ class GeminiRendezvous(RendezvousHandler):
         on_spare: called in `next_rendezvous`, when this node becomes a spare (True) and when it no longer is one.
     """
 
-    def __init__(self, inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int) -> None:
+    def __init__(
+        self, inner: RendezvousHandler, runtime: NodeRuntime, local_world_size: int, role: str = "default_role"
+    ) -> None:
         self.round: RoundInfo | None = None
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.on_spare: Callable[[bool], None] = lambda spare: None
         self._inner = inner
         self._runtime = runtime
         self._local_world_size = local_world_size
+        self._role = role
         self._membership = Membership(inner) if isinstance(inner, DynamicRendezvousHandler) else None
         self._address = advertised_address(*where(inner, self._membership))
         self._monitor = Monitor(self._on_lost)
@@ -347,9 +351,7 @@ class GeminiRendezvous(RendezvousHandler):
         outcome = Recovery(self._runtime, exchange.gather, number=number, node_rank=me, nodes=nodes).run()
         where = exchange.read("store")
         host, port = str(where["host"]), int(where["port"])
-        self._store = store or dist.TCPStore(
-            host, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
-        )
+        self._store = store or self._reach_store(host, port, lambda: self._check_intact(members, torch_round))
         self._begin(number, me, nodes, outcome, host, port)
         return RendezvousInfo(
             dist.PrefixStore("gemini/agent", self._store), me, len(nodes), RendezvousStoreInfo(host, port)
@@ -409,10 +411,23 @@ class GeminiRendezvous(RendezvousHandler):
             self._local_world_size,
             server.own_token,
             self._runtime.settings.failure_domain,
+            self._role,
         )
 
     def _store_server(self) -> dist.TCPStore:
         return dist.TCPStore(self._address, 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+
+    def _reach_store(self, host: str, port: int, check: Callable[[], None]) -> dist.TCPStore:
+        """A client of the round's store. Raises: RoundBroken if its host dies before it answers."""
+        while True:
+            try:
+                store = dist.TCPStore(host, port, is_master=False, timeout=_REACH_TIMEOUT, wait_for_workers=False)
+            except dist.DistError as error:
+                check()
+                say(f"the store of the round at {host}:{port} does not answer yet: {str(error).splitlines()[0]}")
+                continue
+            store.set_timeout(_STORE_TIMEOUT)
+            return store
 
     def _check_intact(self, members: frozenset[str] | None, torch_round: int | None) -> None:
         """Raises: RoundBroken if one of `members` left torch's rendezvous or was declared lost."""

@@ -53,6 +53,7 @@ class PeerNode:
     Attributes:
         token: what its server asks of callers; made by that agent, exchanged through the rendezvous.
         failure_domain: what it fails together with, None = nothing that it knows of.
+        role: of its workers (torchrun's ``--role``).
     """
 
     node_id: str
@@ -62,6 +63,7 @@ class PeerNode:
     local_world_size: int
     token: str = dataclasses.field(default="", repr=False)
     failure_domain: str | None = None
+    role: str = "default_role"
 
 
 @dataclasses.dataclass(frozen=True)

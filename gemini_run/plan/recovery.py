@@ -151,6 +151,18 @@ def rank_ranges(local_world_sizes: Sequence[int]) -> list[range]:
     return ranges
 
 
+def worker_ranks(nodes: Sequence[tuple[int, str]], node_rank: int) -> tuple[int, int, int, int]:
+    """(global rank of the node's first worker, world size, its rank among those of its role, how many these are).
+
+    Args:
+        nodes: (local world size, role) of each node, by node rank.
+    """
+    sizes = [size for size, _ in nodes]
+    role = nodes[node_rank][1]
+    of_role = [size if other == role else 0 for size, other in nodes]
+    return sum(sizes[:node_rank]), sum(sizes), sum(of_role[:node_rank]), sum(of_role)
+
+
 # --- the plan ----------------------------------------------------------------------------------------
 
 

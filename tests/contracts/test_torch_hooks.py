@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher_api
+
+from gemini_run.plan.recovery import worker_ranks
 
 
 def parameters(function: Any) -> list[str]:
@@ -24,6 +29,7 @@ def parameters(function: Any) -> list[str]:
     [
         (LocalElasticAgent._monitor_workers, ["self", "worker_group"]),
         (LocalElasticAgent._rendezvous, ["self", "worker_group"]),
+        (LocalElasticAgent._assign_worker_ranks, ["self", "store", "group_rank", "group_world_size", "spec"]),
         (LocalElasticAgent._start_workers, ["self", "worker_group"]),
         (LocalElasticAgent._stop_workers, ["self", "worker_group"]),
         (LocalElasticAgent._restart_workers, ["self", "worker_group"]),
@@ -83,3 +89,21 @@ def test_the_data_we_read_and_write() -> None:
     assert {"group_rank", "group_world_size", "workers", "store"} <= set(WorkerGroup.__slots__)
     assert {"master_addr", "master_port"} <= set(WorkerGroup.__slots__)
     assert {"state", "return_values", "failures"} <= {f.name for f in dataclasses.fields(RunResult)}
+
+
+def test_ranks_of_workers_are_those_that_torch_gives() -> None:
+    """gemini-run works them out without torch's exchange through the store, which would wait for a node that died."""
+    nodes = [(2, "trainer"), (3, "reader"), (1, "trainer"), (2, "trainer")]
+    store = dist.HashStore()
+
+    def theirs(node_rank: int) -> list[tuple[int, ...]]:
+        size, role = nodes[node_rank]
+        spec = SimpleNamespace(local_world_size=size, role=role)
+        workers = SimpleElasticAgent._assign_worker_ranks(SimpleNamespace(), store, node_rank, len(nodes), spec)
+        return [(w.global_rank, w.world_size, w.role_rank, w.role_world_size) for w in workers]
+
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        for node_rank, workers in enumerate(pool.map(theirs, range(len(nodes)))):
+            first, world_size, first_of_role, role_world_size = worker_ranks(nodes, node_rank)
+            mine = [(first + i, world_size, first_of_role + i, role_world_size) for i in range(nodes[node_rank][0])]
+            assert mine == workers
