@@ -21,11 +21,11 @@ from gemini_run.peers.transport import Exchange
 from gemini_run.plan.placement import placement
 from gemini_run.terminal import say
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
+from gemini_run.worker.arguments import components_of
 from gemini_run.worker.beacon import Progress
 from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
-from gemini_run.worker.components import components_of
 from gemini_run.worker.neighbours import Neighbours
 from gemini_run.worker.restore import Restored, restore
 
@@ -65,6 +65,8 @@ class Checkpointer:
         self._components = [Buckets(objects), *components_of(objects)]
         if self._context is None:
             return
+        for component in self._components:
+            component.attach()
         self._rank = int(os.environ["RANK"])
         self._local_rank = int(os.environ["LOCAL_RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])

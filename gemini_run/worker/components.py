@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_run.errors import ConfigError, GeminiError, UnsupportedState
+from gemini_run.errors import GeminiError, UnsupportedState
 from gemini_run.worker import codec, rng
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.layout import PayloadReader, PlanBuilder, StructureChanged, dtensor_of, local_of
-
-RESERVED_NAMES = ("rng", "ddp_buckets", "iteration")  #: always included, not for the script to give
 
 _ADAM_LIKE = 2  # moments of the parameter's size
 
@@ -46,6 +44,14 @@ class Component(abc.ABC):
     @abc.abstractmethod
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
         """Put the saved state back into the live objects, in place."""
+
+    def attach(self) -> None:
+        """Called once, inside gemini-run, before anything else."""
+        return
+
+    def settle(self) -> None:
+        """Called once every component has been restored."""
+        return
 
     def expected_bytes(self) -> int:
         """Bytes of tensors this will have once the first step has made its state (an estimate)."""
@@ -324,45 +330,6 @@ class Values(Component):
             self.target.update(saved)
         else:
             self.target.extend(saved)
-
-
-def components_of(objects: Mapping[str, Any]) -> list[Component]:
-    """The components for the keyword arguments of a Checkpointer, generators last.
-
-    Raises:
-        ConfigError: an argument of a kind that cannot be checkpointed, or a reserved name; says the remedy.
-    """
-    components: list[Component] = []
-
-    def parameter_names() -> dict[int, str]:
-        names: dict[int, str] = {}
-        models = [c for c in components if isinstance(c, Module)]
-        for model in models:
-            for name, tensor in model.tensors().items():
-                names.setdefault(id(tensor), name if len(models) == 1 else f"{model.name}.{name}")
-        return names
-
-    for name, target in objects.items():
-        if name in RESERVED_NAMES:
-            raise ConfigError(f"Checkpointer({name}=...): {name} is always included, leave it out")
-        if target is None:
-            raise ConfigError(f"Checkpointer({name}=None): leave it out, or pass the object")
-        if isinstance(target, nn.Module):
-            components.append(Module(name, target))
-        elif isinstance(target, torch.optim.Optimizer):
-            components.append(Optimizer(name, target, parameter_names))
-        elif callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
-            components.append(Stateful(name, target))
-        elif type(target) in (dict, list):
-            components.append(Values(name, target))
-        else:
-            raise ConfigError(
-                f"Checkpointer({name}=...): a {type(target).__name__} has no state_dict/load_state_dict. Pass "
-                "modules, optimizers, schedulers, a torchdata StatefulDataLoader, a dict or list of values, or "
-                "give the object these two methods"
-            )
-    components.append(Generators("rng"))
-    return components
 
 
 def unwrap(module: nn.Module) -> nn.Module:

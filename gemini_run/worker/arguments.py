@@ -1,0 +1,58 @@
+"""From the keyword arguments of a Checkpointer to components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from gemini_run.errors import ConfigError
+from gemini_run.worker.components import Component, Generators, Module, Optimizer, Stateful, Values
+from gemini_run.worker.data import Position
+from gemini_run.worker.sampling import has_state
+
+RESERVED_NAMES = ("rng", "ddp_buckets", "iteration")  #: always included, not for the script to give
+
+
+def components_of(objects: Mapping[str, Any]) -> list[Component]:
+    """The components for the keyword arguments of a Checkpointer, generators last.
+
+    Raises:
+        ConfigError: an argument of a kind that cannot be checkpointed, or a reserved name; says the remedy.
+    """
+    components: list[Component] = []
+
+    def parameter_names() -> dict[int, str]:
+        names: dict[int, str] = {}
+        models = [c for c in components if isinstance(c, Module)]
+        for model in models:
+            for name, tensor in model.tensors().items():
+                names.setdefault(id(tensor), name if len(models) == 1 else f"{model.name}.{name}")
+        return names
+
+    for name, target in objects.items():
+        if name in RESERVED_NAMES:
+            raise ConfigError(f"Checkpointer({name}=...): {name} is always included, leave it out")
+        if target is None:
+            raise ConfigError(f"Checkpointer({name}=None): leave it out, or pass the object")
+        if isinstance(target, nn.Module):
+            components.append(Module(name, target))
+        elif isinstance(target, torch.optim.Optimizer):
+            components.append(Optimizer(name, target, parameter_names))
+        elif has_state(target):
+            components.append(Stateful(name, target))
+        elif isinstance(target, DataLoader):
+            components.append(Position(name, target))
+        elif type(target) in (dict, list):
+            components.append(Values(name, target))
+        else:
+            raise ConfigError(
+                f"Checkpointer({name}=...): a {type(target).__name__} has no state_dict/load_state_dict. Pass "
+                "modules, optimizers, schedulers, data loaders, a dict or list of values, or "
+                "give the object these two methods"
+            )
+    components.append(Generators("rng"))
+    return components
