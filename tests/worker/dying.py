@@ -20,6 +20,7 @@ def in_a_fork(body: Callable[[], object]) -> int:
     if child == 0:
         code = 1
         try:
+            os.setpgid(0, 0)
             torch.set_num_threads(1)  # the parent's pool of threads is not here
             body()
             code = 0
@@ -28,6 +29,10 @@ def in_a_fork(body: Callable[[], object]) -> int:
         finally:
             os._exit(code)
     status = os.waitpid(child, 0)[1]
+    try:
+        os.killpg(child, signal.SIGKILL)  # what it left behind, as an agent would
+    except ProcessLookupError:
+        pass  # nothing
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the child's traceback is above"
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 

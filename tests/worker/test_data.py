@@ -31,7 +31,7 @@ from torch.utils.data import (
 import gemini_run
 from gemini_run.wire import MemoryPaths
 
-from .dying import kill_self, until_the_end
+from dying import kill_self, until_the_end
 
 SIZE, EPOCHS = 23, 3
 PER_EPOCH = 6  # batches of 4, the last one ragged
@@ -86,6 +86,12 @@ class Cumulative(BatchSampler):
         self.order = list(state["order"])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports_of_the_first_step() -> None:
+    """Once here, and not in each fork."""
+    torch.optim.SGD([torch.zeros(1)]).step()
+
+
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(11)
 
@@ -119,7 +125,7 @@ def train(make: Callable[[], DataLoader], out: Path, kill: tuple[int, str] | Non
     np.random.seed(8)
     random.seed(9)
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = make()
     progress = {"epoch": 0}
     ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, loader=loader, progress=progress)
@@ -132,7 +138,7 @@ def train(make: Callable[[], DataLoader], out: Path, kill: tuple[int, str] | Non
             for ids, noise in loader:
                 if kill == (ckpt.iteration, "in the step"):
                     kill_self()
-                loss = model(noise).square().sum()
+                loss = model(noise).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
