@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from gemini_run.errors import ConfigError
 from gemini_run.worker.components import Component, Generators, Module, Optimizer, Stateful, Values
 from gemini_run.worker.data import Position
+from gemini_run.worker.data_stateful import StatefulLoader, is_torchdata
 from gemini_run.worker.sampling import has_state
 
 RESERVED_NAMES = ("rng", "ddp_buckets", "iteration")  #: always included, not for the script to give
@@ -42,6 +43,8 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
             components.append(Module(name, target))
         elif isinstance(target, torch.optim.Optimizer):
             components.append(Optimizer(name, target, parameter_names))
+        elif is_torchdata(target):
+            components.append(StatefulLoader(name, target))
         elif has_state(target):
             components.append(Stateful(name, target))
         elif isinstance(target, DataLoader):

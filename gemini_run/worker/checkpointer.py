@@ -62,6 +62,7 @@ class Checkpointer:
         self._closed = False
         self._context = WorkerContext.from_env()
         # Buckets first: laying them out runs a backward, which nothing restored before may see.
+        self._loader = objects.get("loader")
         self._components = [Buckets(objects), *components_of(objects)]
         if self._context is None:
             return
@@ -87,6 +88,17 @@ class Checkpointer:
     def iteration(self) -> int:
         """Iterations finished so far."""
         return self._iteration
+
+    @property
+    def loader(self) -> Any:
+        """The object given as ``loader=``, itself.
+
+        Raises:
+            AttributeError: none was given.
+        """
+        if self._loader is None:
+            raise AttributeError("Checkpointer.loader: no loader= was given")
+        return self._loader
 
     def restore(self) -> int:
         """Load the newest state into the live objects, in place, bit for bit.

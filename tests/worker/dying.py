@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import traceback
@@ -24,7 +25,7 @@ def in_a_fork(body: Callable[[], object]) -> int:
             torch.set_num_threads(1)  # the parent's pool of threads is not here
             body()
             code = 0
-        except BaseException:  # noqa: BLE001: nothing of pytest may run on in the child
+        except BaseException:  # noqa: BLE001 (nothing of pytest may run on in the child)
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -47,9 +48,9 @@ def newest_iteration(memory: MemoryPaths) -> int | None:
 
 
 def until_the_end(as_worker: Any, memory: MemoryPaths, body: Callable[[int], object], kills: int) -> None:
-    """Run `body(round)` again and again, as an agent would, until it ends by itself; it must have died `kills` times."""
+    """Run `body(round)` round after round, as an agent would, until it ends by itself, having died `kills` times."""
     for number in range(kills + 1):
         found = newest_iteration(memory)
         as_worker(round=number, restore_iteration=found, restore_source="none" if found is None else "local")
-        ended = in_a_fork(lambda: body(number))  # noqa: B023: called at once
+        ended = in_a_fork(functools.partial(body, number))
         assert ended == (signal.SIGKILL if number < kills else 0), (number, ended)

@@ -6,7 +6,6 @@ once, in the main process as in the loader's workers.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,39 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from dataloop import EPOCHS, SIZE, Noisy, equal, lines, train
+from dying import until_the_end
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     Subset,
     WeightedRandomSampler,
 )
 
-import gemini_run
 from gemini_run.wire import MemoryPaths
 
-from dying import kill_self, until_the_end
-
-SIZE, EPOCHS = 23, 3
 PER_EPOCH = 6  # batches of 4, the last one ragged
-
-
-class Noisy(Dataset):
-    def __init__(self) -> None:
-        self.own = np.random.default_rng(5)
-        self.mine = random.Random(6)
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        noise = [torch.rand(1).item(), np.random.rand(), random.random(), self.own.random(), self.mine.random()]
-        return index, torch.tensor(noise)
 
 
 class Shuffled(Sampler[int]):
@@ -86,12 +67,6 @@ class Cumulative(BatchSampler):
         self.order = list(state["order"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imports_of_the_first_step() -> None:
-    """Once here, and not in each fork."""
-    torch.optim.SGD([torch.zeros(1)]).step()
-
-
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(11)
 
@@ -117,59 +92,6 @@ LOADERS: dict[str, Callable[[int], DataLoader]] = {
 CASES = [(name, 0) for name in LOADERS if name not in ("persistent", "prefetch", "spawned", "reseeded")]
 CASES += [(name, 2) for name in ("shuffle", "generator", "distributed", "own_batches", "persistent", "prefetch")]
 CASES += [("unbatched", 2), ("reseeded", 2)]
-
-
-def train(make: Callable[[], DataLoader], out: Path, kill: tuple[int, str] | None = None, early: bool = False) -> None:
-    """An epoch loop. Each iteration is a line of what it saw; `kill`: after how many iterations, and where."""
-    torch.manual_seed(7)
-    np.random.seed(8)
-    random.seed(9)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    loader = make()
-    progress = {"epoch": 0}
-    ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, loader=loader, progress=progress)
-    ckpt.restore()
-    with out.open("a") as log:
-        for epoch in range(progress["epoch"], EPOCHS):
-            progress["epoch"] = epoch
-            if hasattr(loader.sampler, "set_epoch"):
-                loader.sampler.set_epoch(epoch)
-            for ids, noise in loader:
-                if kill == (ckpt.iteration, "in the step"):
-                    kill_self()
-                loss = model(noise).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                said = [epoch, torch.as_tensor(ids).tolist(), noise.tolist(), loss.item(), torch.rand(1).item()]
-                print(json.dumps([ckpt.iteration, *said]), file=log, flush=True)
-                ckpt.step()
-                if kill == (ckpt.iteration, "between"):
-                    kill_self()
-    drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
-    own = [] if loader.generator is None else [torch.rand(1, generator=loader.generator).item()]
-    torch.save([model.state_dict(), optimizer.state_dict(), drawn, own], out.with_suffix(".pt"))
-    ckpt.close()
-
-
-def lines(path: Path) -> dict[int, Any]:
-    """Iteration -> what it saw; an iteration that was done again must have seen the same."""
-    seen: dict[int, Any] = {}
-    for line in path.read_text().splitlines():
-        iteration, *said = json.loads(line)
-        assert seen.setdefault(iteration, said) == said, iteration
-    return seen
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
 
 
 @pytest.mark.parametrize(("name", "workers"), CASES, ids=[f"{name}-{workers}" for name, workers in CASES])
