@@ -13,9 +13,10 @@ from gemini_run.errors import ConfigError
 from gemini_run.worker.components import Component, Generators, Module, Optimizer, Stateful, Values
 from gemini_run.worker.data import Position
 from gemini_run.worker.data_stateful import StatefulLoader, is_torchdata
+from gemini_run.worker.gradients import Gradients
 from gemini_run.worker.sampling import has_state
 
-RESERVED_NAMES = ("rng", "ddp_buckets", "iteration")  #: always included, not for the script to give
+RESERVED_NAMES = ("rng", "ddp_buckets", "gradients", "iteration")  #: always included, not for the script to give
 
 
 def components_of(objects: Mapping[str, Any]) -> list[Component]:
@@ -57,5 +58,6 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
                 "modules, optimizers, schedulers, data loaders, a dict or list of values, or "
                 "give the object these two methods"
             )
+    components.append(Gradients(objects))
     components.append(Generators("rng"))
     return components

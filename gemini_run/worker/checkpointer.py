@@ -198,6 +198,8 @@ class Checkpointer:
         atexit.register(self.close)
 
     def _boundary(self) -> None:
+        for component in self._components:
+            component.boundary()
         committer = self._committer
         if committer is None or committer.problem is not None:
             return

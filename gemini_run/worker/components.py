@@ -49,6 +49,10 @@ class Component(abc.ABC):
         """Called once, inside gemini-run, before anything else."""
         return
 
+    def boundary(self) -> None:
+        """Called once at each iteration boundary, before the snapshot if there is one."""
+        return
+
     def settle(self) -> None:
         """Called once every component has been restored."""
         return
@@ -301,7 +305,7 @@ class Stateful(Component):
         return codec.encode(self.target.state_dict(), self.name, sink)
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        state = codec.decode(dynamic, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
+        state = codec.decode(dynamic, lambda leaf: fresh_tensor(leaf, None, reader), allow_pickle=True)
         self.target.load_state_dict(state)
 
 
@@ -324,7 +328,7 @@ class Values(Component):
         return codec.encode(self.target, self.name, sink)
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        saved = codec.decode(dynamic, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
+        saved = codec.decode(dynamic, lambda leaf: fresh_tensor(leaf, None, reader), allow_pickle=True)
         self.target.clear()
         if isinstance(self.target, dict):
             self.target.update(saved)
@@ -351,17 +355,18 @@ def clean_name(name: str) -> str:
 
 def _into_or_new(tree: Json, live: Any, parameter: torch.Tensor | None, reader: PayloadReader, name: str) -> Any:
     if not (isinstance(tree, dict) and "$tensor" in tree):
-        return codec.decode(tree, lambda leaf: _fresh(leaf, parameter, reader), allow_pickle=True)
+        return codec.decode(tree, lambda leaf: fresh_tensor(leaf, parameter, reader), allow_pickle=True)
     if isinstance(live, torch.Tensor):
         target = local_of(live)
         same_kind = (dtensor_of(live) is not None) == bool(tree.get("dtensor"))
         if same_kind and target.device.type == tree.get("device", "cpu") and reader.fits(tree["$tensor"], target):
             reader.into(tree["$tensor"], target, name)
             return live
-    return _fresh(tree, parameter, reader)
+    return fresh_tensor(tree, parameter, reader)
 
 
-def _fresh(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: PayloadReader) -> torch.Tensor:
+def fresh_tensor(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: PayloadReader) -> torch.Tensor:
+    """A new tensor for a leaf, on the device of `parameter` and sharded as it is, where the saved one was."""
     device: torch.device | str = leaf.get("device", "cpu")
     if device != "cpu" and parameter is not None:
         device = local_of(parameter).device

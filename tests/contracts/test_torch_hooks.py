@@ -1,4 +1,7 @@
-"""What `agent/elastic.py`, `agent/launch.py` and `worker/fetching.py` rely on in the installed torch. A failure here names what changed."""
+"""What `agent/elastic.py`, `agent/launch.py` and `worker/fetching.py` rely on in the installed torch.
+
+A failure here names what changed.
+"""
 
 from __future__ import annotations
 
