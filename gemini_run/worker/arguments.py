@@ -14,7 +14,7 @@ from gemini_run.worker.components import Component, Generators, Module, Optimize
 from gemini_run.worker.data import Position
 from gemini_run.worker.data_stateful import StatefulLoader, is_torchdata
 from gemini_run.worker.gradients import Gradients
-from gemini_run.worker.sampling import has_state
+from gemini_run.worker.sampling import StatefulGenerator, generator_state, has_state
 
 RESERVED_NAMES = ("rng", "ddp_buckets", "gradients", "iteration")  #: always included, not for the script to give
 
@@ -27,13 +27,13 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
     """
     components: list[Component] = []
 
-    def parameter_names() -> dict[int, str]:
-        names: dict[int, str] = {}
+    def parameters() -> dict[str, torch.Tensor]:
         models = [c for c in components if isinstance(c, Module)]
-        for model in models:
-            for name, tensor in model.tensors().items():
-                names.setdefault(id(tensor), name if len(models) == 1 else f"{model.name}.{name}")
-        return names
+        return {
+            name if len(models) == 1 else f"{model.name}.{name}": tensor
+            for model in models
+            for name, tensor in model.tensors().items()
+        }
 
     for name, target in objects.items():
         if name in RESERVED_NAMES:
@@ -43,19 +43,21 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
         if isinstance(target, nn.Module):
             components.append(Module(name, target))
         elif isinstance(target, torch.optim.Optimizer):
-            components.append(Optimizer(name, target, parameter_names))
+            components.append(Optimizer(name, target, parameters))
         elif is_torchdata(target):
             components.append(StatefulLoader(name, target))
         elif has_state(target):
             components.append(Stateful(name, target))
         elif isinstance(target, DataLoader):
             components.append(Position(name, target))
+        elif generator_state(target) is not None:
+            components.append(Stateful(name, StatefulGenerator(target)))
         elif type(target) in (dict, list):
             components.append(Values(name, target))
         else:
             raise ConfigError(
                 f"Checkpointer({name}=...): a {type(target).__name__} has no state_dict/load_state_dict. Pass "
-                "modules, optimizers, schedulers, data loaders, a dict or list of values, or "
+                "modules, optimizers, schedulers, data loaders, generators, a dict or list of values, or "
                 "give the object these two methods"
             )
     components.append(Gradients(objects))

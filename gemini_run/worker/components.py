@@ -88,7 +88,7 @@ class Module(Component):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name)
         self.module = unwrap(module)
-        self._seen: list[tuple[Mapping[str, Any], str, torch.Tensor, int]] = []
+        self._seen: list[tuple[Mapping[str, Any], str, torch.Tensor, int, tuple[int, ...], bool]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -120,15 +120,21 @@ class Module(Component):
         names = {}
         for name, table, key, tensor in self._walk():
             names[name] = builder.add(f"{self.name}.{name}", tensor)
-            self._seen.append((table, key, tensor, local_of(tensor).data_ptr()))
-        return {"kind": self.kind, "tensors": names}
+            self._seen.append((table, key, tensor, _pointer(tensor), tensor.stride(), tensor.requires_grad))
+        frozen = [n for n, t in self.tensors().items() if isinstance(t, nn.Parameter) and not t.requires_grad]
+        return {"kind": self.kind, "tensors": names, "frozen": frozen}
 
     def check(self) -> None:
         for table, size in self._sizes:
             if len(table) != size:
                 raise StructureChanged(self.name)
-        for table, key, tensor, pointer in self._seen:
-            if table.get(key) is not tensor or _pointer(tensor) != pointer:
+        for table, key, tensor, pointer, stride, trained in self._seen:
+            if (
+                table.get(key) is not tensor
+                or _pointer(tensor) != pointer
+                or tensor.stride() != stride  # `.data` may be set to another view of the same memory
+                or tensor.requires_grad is not trained
+            ):
                 raise StructureChanged(self.name)
 
     def dynamic(self, sink: TensorSink) -> Json:
@@ -147,6 +153,10 @@ class Module(Component):
             )
         for name, leaf in saved.items():
             reader.into(leaf["$tensor"], local_of(live[name]), f"{self.name}.{name}")
+        frozen = set(static["frozen"])
+        for name, tensor in live.items():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad is (name in frozen):
+                tensor.requires_grad_(name not in frozen)
         extras = dict(self._extras())
         for name, tree in dynamic.items():
             value = codec.decode(tree, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
@@ -161,12 +171,24 @@ class Optimizer(Component):
 
     kind = "optimizer"
 
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, names: Callable[[], dict[int, str]]) -> None:
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, parameters: Callable[[], dict[str, torch.Tensor]]
+    ) -> None:
+        """
+        Args:
+            parameters: gives the tensors of all modules under unique names.
+        """
         super().__init__(name)
         self.optimizer = optimizer
-        self._names = names
+        self._parameters = parameters
         self._seen: list[tuple[dict[Any, Any], str, torch.Tensor, int]] = []
         self._shape: list[tuple[Any, int]] = []
+
+    def _names(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for name, tensor in self._parameters().items():
+            names.setdefault(id(tensor), name)
+        return names
 
     def _positions(self) -> list[tuple[int, torch.Tensor]]:
         return list(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
@@ -186,15 +208,16 @@ class Optimizer(Component):
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     leaves[key] = builder.add(f"{self.name}.state.{label}.{key}", value)
-                    self._seen.append((entries, key, value, local_of(value).data_ptr()))
-            state.append([position, leaves])
+                    self._seen.append((entries, key, value, _pointer(value)))
+            state.append([position, _table(leaves)])
         start = 0
         params = []
         for group in self.optimizer.param_groups:
             params.append(list(range(start, start + len(group["params"]))))
             start += len(group["params"])
         self._known = {id(p) for _, p in self._positions()}
-        return {"kind": self.kind, "state": state, "params": params}
+        labels = [names.get(id(p)) for _, p in self._positions()]
+        return {"kind": self.kind, "state": state, "params": params, "names": labels}
 
     def check(self) -> None:
         state = self.optimizer.state
@@ -226,7 +249,7 @@ class Optimizer(Component):
                 if not isinstance(value, torch.Tensor)
             }
             if others:
-                moving.append([position, others])
+                moving.append([position, _table(others)])
         surplus = [key for key in self.optimizer.state if id(key) not in self._known]
         if surplus:
             raise UnsupportedState(
@@ -244,16 +267,10 @@ class Optimizer(Component):
         return {"state": moving, "param_groups": groups}
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        sizes = [len(params) for params in static["params"]]
-        live = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != live:
-            raise GeminiError(
-                f"{self.name}: parameter groups of sizes {sizes} were saved, the script made {live}: restore "
-                "needs the optimizer that was saved"
-            )
-        saved: dict[int, dict[str, Any]] = {position: dict(leaves) for position, leaves in static["state"]}
+        self._regroup(static["params"], static["names"])
+        saved: dict[int, dict[Any, Any]] = {position: _entries(leaves) for position, leaves in static["state"]}
         for position, others in dynamic["state"]:
-            saved[position].update(others)
+            saved[position].update(_entries(others))
         for position, parameter in self._positions():
             if position not in saved:
                 self.optimizer.state.pop(parameter, None)
@@ -268,6 +285,32 @@ class Optimizer(Component):
                 del group[key]
             for key, tree in values.items():
                 group[key] = _into_or_new(tree, group.get(key), None, reader, self.name)
+
+    def _regroup(self, saved: list[list[int]], labels: list[str | None]) -> None:
+        """Bring the groups of parameters to what was saved: a script may have changed them on the way."""
+        names = self._names()
+        groups = self.optimizer.param_groups
+        live = [[names.get(id(p)) for p in group["params"]] for group in groups]
+        wanted = [[labels[position] for position in group] for group in saved]
+        if [len(group) for group in live] == [len(group) for group in wanted] and (
+            live == wanted or None in labels or any(None in group for group in live)
+        ):
+            return  # without names, position is all there is to go by
+        by_name = self._parameters()
+        unknown = [label for label in labels if label is None or label not in by_name]
+        if unknown:
+            raise GeminiError(
+                f"{self.name}: parameter groups of sizes {[len(g) for g in wanted]} were saved, the script made "
+                f"{[len(g) for g in live]}: restore needs the optimizer that was saved"
+            )
+        for index, group in enumerate(wanted):
+            if index == len(groups):
+                groups.append(dict(self.optimizer.defaults))
+            groups[index]["params"] = [by_name[str(label)] for label in group]
+        del groups[len(wanted) :]
+        kept = {id(p) for _, p in self._positions()}
+        for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
+            del self.optimizer.state[parameter]
 
     def expected_bytes(self) -> int:
         total = 0
@@ -384,6 +427,17 @@ def fresh_tensor(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: P
             shape=dtensor.shape, stride=dtensor.stride(),
         )  # fmt: skip
     return DTensor.from_local(tensor, dtensor.device_mesh, run_check=False)
+
+
+def _table(entries: dict[Any, Json]) -> Json:
+    """A dict of trees with keys of any plain type, as a tree."""
+    if all(type(key) is str and not key.startswith("$") for key in entries):
+        return entries
+    return {"$dict": [[key, tree] for key, tree in entries.items()]}
+
+
+def _entries(table: Json) -> dict[Any, Json]:
+    return {key: tree for key, tree in table["$dict"]} if "$dict" in table else dict(table)
 
 
 def _pointer(tensor: torch.Tensor) -> int:

@@ -96,6 +96,7 @@ class Gradients(Component):
         for owner in self._owners:
             owner.attach()
         self._find()
+        self._scales = [scaler.get_scale() for scaler in self._scalers]
 
     def boundary(self) -> None:
         skipped = False
@@ -140,7 +141,8 @@ class Gradients(Component):
         return owners
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        self._find()  # optimizers have been restored, and their groups with them
+        self._find()  # optimizers have been restored, and their groups with them; scalers too
+        self._scales = [scaler.get_scale() for scaler in self._scalers]
         for owner in self._owners:
             saved = dynamic.get(owner.name)
             if saved is None:

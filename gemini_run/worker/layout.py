@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini_run.errors import GeminiError, UnsupportedState
 from gemini_run.plan.manifest import Item, Manifest, aligned
@@ -76,10 +78,28 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
+def unrepeated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` with one element for each that `like`, of the same shape, has in memory along expanded dimensions."""
+    for dim, (stride, size) in enumerate(zip(like.stride(), like.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor in storage order, a 1-D uint8 view."""
     line = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return line.view(torch.uint8)
+
+
+def check_whole(tensor: torch.Tensor, name: str) -> None:
+    """Raises: UnsupportedState for tensors whose class keeps their values elsewhere, or that have none yet."""
+    if is_lazy(tensor):
+        raise UnsupportedState(f"{name}: has no shape yet; run one forward before the Checkpointer is made")
+    if dtensor_of(tensor) is None and is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedState(
+            f"{name}: a {type(tensor).__name__} wraps other tensors and cannot be checkpointed bit for bit"
+        )
 
 
 def check_supported(tensor: torch.Tensor, name: str) -> None:
@@ -120,6 +140,7 @@ class PlanBuilder:
         Raises:
             UnsupportedState: the tensor is no plain memory.
         """
+        check_whole(tensor, name)
         dtensor = dtensor_of(tensor)
         local = local_of(tensor)
         check_supported(local, name)
@@ -212,7 +233,7 @@ class PayloadReader:
             ctypes.memmove(live.data_ptr(), self._base + item.offset, item.length)
         else:
             with torch.no_grad():
-                live.detach().copy_(self.fresh(index))
+                unrepeated(live.detach(), live).copy_(unrepeated(self.fresh(index), live))
 
 
 def bytes_at(address: int, length: int) -> memoryview:

@@ -81,6 +81,19 @@ def set_generator_state(value: Any, state: Any) -> None:
         value.setstate(state)
 
 
+class StatefulGenerator:
+    """A generator of torch, numpy or Python with the two methods of anything stateful."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> State:
+        return {"state": generator_state(self._generator)}
+
+    def load_state_dict(self, state: State) -> None:
+        set_generator_state(self._generator, state["state"])
+
+
 class Holder:
     """One object (a sampler, a dataset) whose attributes decide what is drawn next.
 

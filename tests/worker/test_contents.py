@@ -1,0 +1,99 @@
+"""Killed anywhere and restored in a fresh process, bit for bit, for every kind of training state."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from contents import CASES, Built, everything
+from dying import in_a_fork, kill_self, until_the_end
+
+import gemini_run
+from gemini_run.wire import MemoryPaths
+from gemini_run.worker import capture
+
+TOTAL = 7
+KILLS = [(2, "in the snapshot"), (3, "in the step"), (5, "between")]  #: (iterations finished, where)
+
+
+def die_in_the_snapshot() -> None:
+    """Let the next copy end this process when half of it is done."""
+    copy = capture._copy_and_check
+
+    def dying(sources: Any, base: int, lenders: Any) -> Any:
+        half = len(sources) // 2
+        copy(sources[:half], base, lenders[:half])
+        kill_self()
+
+    capture._copy_and_check = dying
+
+
+def die_in_the_step(objects: dict[str, Any]) -> None:
+    """Die when the first optimizer has stepped, or a module has run, or else at once."""
+    for target in objects.values():
+        if isinstance(target, torch.optim.Optimizer):
+            target.register_step_post_hook(lambda *_: kill_self())
+            return
+    kill_self()
+
+
+def train(build: Callable[[int], Built], number: int, out: Path, kill: tuple[int, str] | None) -> None:
+    """Rounds `number` of a run: a line (iteration, digest of everything) after each iteration."""
+    torch.manual_seed(1 + number)
+    np.random.seed(number)
+    random.seed(number)
+    objects, iterate = build(number)
+    ckpt = gemini_run.Checkpointer(**objects)
+    ckpt.restore()
+    with out.open("a") as log:
+        if ckpt.iteration:
+            print(json.dumps([ckpt.iteration, digest(objects)]), file=log, flush=True)
+        while ckpt.iteration < TOTAL:
+            if kill == (ckpt.iteration, "in the step"):
+                die_in_the_step(objects)
+            iterate(ckpt.iteration)
+            if kill == (ckpt.iteration, "in the snapshot"):
+                die_in_the_snapshot()
+            print(json.dumps([ckpt.iteration + 1, digest(objects)]), file=log, flush=True)
+            ckpt.step()
+            if kill == (ckpt.iteration, "between"):
+                kill_self()
+    ckpt.close()
+
+
+def digest(objects: dict[str, Any]) -> list[str]:
+    """One for each object, so that a failure says which; the generators last."""
+    found, generators = everything(objects)
+    return [
+        f"{name} {xxhash.xxh3_64_hexdigest(json.dumps(state).encode())}"
+        for name, state in [*found, ("rng", generators)]
+    ]
+
+
+def states(path: Path) -> dict[int, Any]:
+    """Iteration -> state; what was done or restored again must be the same."""
+    seen: dict[int, Any] = {}
+    for line in path.read_text().splitlines():
+        iteration, state = json.loads(line)
+        assert seen.setdefault(iteration, state) == state, f"iteration {iteration}"
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_anywhere(
+    name: str, as_worker: Any, memory: MemoryPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want, got = tmp_path / "want", tmp_path / "got"
+    build = CASES[name]
+    until_the_end(as_worker, memory, lambda number: train(build, number, got, [*KILLS, None][number]), len(KILLS))
+    monkeypatch.delenv("GEMINI_WORKER")
+    assert in_a_fork(lambda: train(build, 0, want, None)) == 0
+    assert states(got) == states(want)
+    assert sorted(states(want)) == list(range(1, TOTAL + 1))
