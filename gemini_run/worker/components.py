@@ -152,6 +152,7 @@ class Module(Component):
                 f"(missing here: {_few(missing)}; not in the checkpoint: {_few(surplus)})"
             )
         for name, leaf in saved.items():
+            reader.restride(leaf["$tensor"], live[name])
             reader.into(leaf["$tensor"], local_of(live[name]), f"{self.name}.{name}")
         frozen = set(static["frozen"])
         for name, tensor in live.items():
@@ -403,6 +404,7 @@ def _into_or_new(tree: Json, live: Any, parameter: torch.Tensor | None, reader: 
         target = local_of(live)
         same_kind = (dtensor_of(live) is not None) == bool(tree.get("dtensor"))
         if same_kind and target.device.type == tree.get("device", "cpu") and reader.fits(tree["$tensor"], target):
+            reader.restride(tree["$tensor"], live)
             reader.into(tree["$tensor"], target, name)
             return live
     return fresh_tensor(tree, parameter, reader)

@@ -214,6 +214,12 @@ class PayloadReader:
         item = self.manifest.items[index]
         return str(live.dtype) == f"torch.{item.dtype}" and tuple(live.shape) == item.shape
 
+    def restride(self, index: int, live: torch.Tensor) -> None:
+        """Lay the elements of a dense live tensor out in the order that was saved, over the same memory."""
+        item = self.manifest.items[index]
+        if dtensor_of(live) is None and self.fits(index, live) and live.stride() != item.stride and is_dense(live):
+            live.data = live.data.as_strided(item.shape, item.stride)
+
     def into(self, index: int, live: torch.Tensor, name: str) -> None:
         """Overwrite the live (local) tensor in place; nothing is cast.
 

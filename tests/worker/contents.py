@@ -44,12 +44,11 @@ def bits(value: Any) -> Any:
             for name, tensor in tables
         ]
     if isinstance(value, torch.optim.Optimizer):
-        groups = [{k: bits(v) for k, v in g.items() if k != "params"} for g in value.param_groups]
+        groups = [bits({k: v for k, v in g.items() if k != "params"}) for g in value.param_groups]
         sizes = [len(g["params"]) for g in value.param_groups]
-        states = [
-            bits(dict(value.state[p])) if p in value.state else None for g in value.param_groups for p in g["params"]
-        ]
-        return [sizes, groups, states, [bits(p.grad) for g in value.param_groups for p in g["params"]]]
+        parameters = [p for g in value.param_groups for p in g["params"]]
+        states = [bits(dict(value.state[p])) if p in value.state else None for p in parameters]
+        return [sizes, groups, states, [p.grad is None for p in parameters]]
     if isinstance(value, dict):
         return [[repr(k), bits(v)] for k, v in sorted(value.items(), key=lambda pair: repr(pair[0]))]
     if isinstance(value, list | tuple):
@@ -170,11 +169,11 @@ class Odd(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, 4).t())
         for name in ("bool", "uint8", "int8", "int16", "uint16", "uint32", "uint64", "int64"):
-            self.register_buffer(name, torch.ones(5, dtype=getattr(torch, name)), persistent=name != "int8")
+            self.register_buffer(f"of_{name}", torch.ones(5, dtype=getattr(torch, name)), persistent=name != "int8")
         for name in ("float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2"):
-            self.register_buffer(name, torch.randn(5).to(getattr(torch, name)))
+            self.register_buffer(f"of_{name}", torch.randn(5).to(getattr(torch, name)))
         for name in ("complex32", "complex64", "complex128"):
-            self.register_buffer(name, torch.randn(5, dtype=torch.complex64).to(getattr(torch, name)))
+            self.register_buffer(f"of_{name}", torch.randn(5, dtype=torch.complex64).to(getattr(torch, name)))
         self.register_buffer("scalar", torch.tensor(7.0))
         self.register_buffer("empty", torch.empty(0, 4))
         self.register_buffer("last", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
@@ -192,7 +191,7 @@ class Odd(nn.Module):
                 buffer[:, :1] = torch.randn(3, 1)
             elif name in ("view", "last", "scalar", "conjugated"):
                 buffer.copy_(torch.randn(buffer.shape, dtype=buffer.dtype))
-            elif name == "bool":
+            elif name == "of_bool":
                 buffer.logical_not_()
             elif buffer.numel():
                 buffer.view(torch.uint8).copy_(raw)  # any bits, NaNs with a payload too

@@ -36,12 +36,11 @@ def die_in_the_snapshot() -> None:
 
 
 def die_in_the_step(objects: dict[str, Any]) -> None:
-    """Die when the first optimizer has stepped, or a module has run, or else at once."""
+    """Die when the first optimizer has stepped."""
     for target in objects.values():
         if isinstance(target, torch.optim.Optimizer):
             target.register_step_post_hook(lambda *_: kill_self())
             return
-    kill_self()
 
 
 def train(build: Callable[[int], Built], number: int, out: Path, kill: tuple[int, str] | None) -> None:
@@ -59,6 +58,8 @@ def train(build: Callable[[int], Built], number: int, out: Path, kill: tuple[int
             if kill == (ckpt.iteration, "in the step"):
                 die_in_the_step(objects)
             iterate(ckpt.iteration)
+            if kill == (ckpt.iteration, "in the step"):  # where no optimizer has stepped
+                kill_self()
             if kill == (ckpt.iteration, "in the snapshot"):
                 die_in_the_snapshot()
             print(json.dumps([ckpt.iteration + 1, digest(objects)]), file=log, flush=True)
