@@ -7,11 +7,14 @@ a *dynamic* part (everything else, said anew at each snapshot).
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+import itertools
+import operator
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gemini_run.errors import GeminiError, UnsupportedState
 from gemini_run.worker import codec, rng
@@ -88,8 +91,12 @@ class Module(Component):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name)
         self.module = unwrap(module)
-        self._seen: list[tuple[Mapping[str, Any], str, torch.Tensor, int, tuple[int, ...], bool]] = []
-        self._sizes: list[tuple[Mapping[str, Any], int]] = []
+        self._modules: list[Mapping[str, Any]] = []
+        self._tables: list[Mapping[str, Any]] = []
+        self._children: list[Any] = []
+        self._entries: list[Any] = []
+        self._lie = Lie([])
+        self._extra: list[tuple[str, nn.Module]] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Clean name -> parameter or buffer, tied ones under each of their names."""
@@ -112,34 +119,25 @@ class Module(Component):
         ]
 
     def build(self, builder: PlanBuilder) -> Json:
-        self._seen = []
-        self._sizes = []
-        for module in self.module.modules():
-            tables: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module._modules)
-            self._sizes += [(table, len(table)) for table in tables]
-        names = {}
-        for name, table, key, tensor in self._walk():
-            names[name] = builder.add(f"{self.name}.{name}", tensor)
-            self._seen.append((table, key, tensor, _pointer(tensor), tensor.stride(), tensor.requires_grad))
+        names = {name: builder.add(f"{self.name}.{name}", tensor) for name, _, _, tensor in self._walk()}
+        modules = list(self.module.modules())
+        self._modules = [module._modules for module in modules]
+        self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._children = _values_of(self._modules)
+        self._entries = _values_of(self._tables)
+        self._lie = Lie([tensor for tensor in self._entries if tensor is not None])
+        self._extra = self._extras()
         frozen = [n for n, t in self.tensors().items() if isinstance(t, nn.Parameter) and not t.requires_grad]
         return {"kind": self.kind, "tensors": names, "frozen": frozen}
 
     def check(self) -> None:
-        for table, size in self._sizes:
-            if len(table) != size:
-                raise StructureChanged(self.name)
-        for table, key, tensor, pointer, stride, trained in self._seen:
-            if (
-                table.get(key) is not tensor
-                or _pointer(tensor) != pointer
-                or tensor.stride() != stride  # `.data` may be set to another view of the same memory
-                or tensor.requires_grad is not trained
-            ):
-                raise StructureChanged(self.name)
+        same = _same_values(self._modules, self._children) and _same_values(self._tables, self._entries)
+        if not (same and self._lie.holds()):
+            raise StructureChanged(self.name)
 
     def dynamic(self, sink: TensorSink) -> Json:
         return {
-            name: codec.encode(module.get_extra_state(), f"{self.name}.{name}", sink) for name, module in self._extras()
+            name: codec.encode(module.get_extra_state(), f"{self.name}.{name}", sink) for name, module in self._extra
         }
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
@@ -182,8 +180,13 @@ class Optimizer(Component):
         super().__init__(name)
         self.optimizer = optimizer
         self._parameters = parameters
-        self._seen: list[tuple[dict[Any, Any], str, torch.Tensor, int]] = []
-        self._shape: list[tuple[Any, int]] = []
+        self._groups: list[list[torch.Tensor]] = []
+        self._keys: list[Any] = []
+        self._states: list[dict[Any, Any]] = []
+        self._sizes: list[int] = []
+        self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []
+        self._others: list[tuple[int, dict[Any, Any], list[Any]]] = []
+        self._lie = Lie([])
 
     def _names(self) -> dict[int, str]:
         names: dict[int, str] = {}
@@ -196,12 +199,22 @@ class Optimizer(Component):
 
     def build(self, builder: PlanBuilder) -> Json:
         names = self._names()
-        self._seen = []
-        self._shape = []
+        known = {id(p) for _, p in self._positions()}
+        surplus = [key for key in self.optimizer.state if id(key) not in known]
+        if surplus:
+            raise UnsupportedState(
+                f"{self.name}: state under a key that is no parameter of its groups ({_few(surplus)}) cannot "
+                "be checkpointed"
+            )
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._keys = list(self.optimizer.state.keys())
+        self._states = list(self.optimizer.state.values())
+        self._sizes = [len(entries) for entries in self._states]
+        self._tensors = []
+        self._others = []
         state = []
         for position, parameter in self._positions():
             entries = self.optimizer.state.get(parameter)
-            self._shape.append((parameter, -1 if entries is None else len(entries)))
             if entries is None:
                 continue
             label = names.get(id(parameter), str(position))
@@ -209,54 +222,42 @@ class Optimizer(Component):
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     leaves[key] = builder.add(f"{self.name}.state.{label}.{key}", value)
-                    self._seen.append((entries, key, value, _pointer(value)))
+                    self._tensors.append((entries, key, value))
+            others = [key for key in entries if key not in leaves]
+            if others:
+                self._others.append((position, entries, others))
             state.append([position, _table(leaves)])
+        self._lie = Lie([value for _, _, value in self._tensors])
         start = 0
         params = []
         for group in self.optimizer.param_groups:
             params.append(list(range(start, start + len(group["params"]))))
             start += len(group["params"])
-        self._known = {id(p) for _, p in self._positions()}
         labels = [names.get(id(p)) for _, p in self._positions()]
         return {"kind": self.kind, "state": state, "params": params, "names": labels}
 
     def check(self) -> None:
-        state = self.optimizer.state
-        shape = self._shape
-        position = 0
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if position >= len(shape) or shape[position][0] is not parameter:
-                    raise StructureChanged(self.name)
-                entries = state.get(parameter)
-                if (-1 if entries is None else len(entries)) != shape[position][1]:
-                    raise StructureChanged(self.name)
-                position += 1
-        if position != len(shape):
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        if (
+            len(groups) != len(self._groups)
+            or not all(_same(group["params"], before) for group, before in zip(groups, self._groups, strict=True))
+            or not _same(state.keys(), self._keys)
+            or not _same(state.values(), self._states)
+            or list(map(len, self._states)) != self._sizes
+            or not all(entries.get(key) is value for entries, key, value in self._tensors)
+            or not self._lie.holds()
+        ):
             raise StructureChanged(self.name)
-        for entries, key, value, pointer in self._seen:
-            if entries.get(key) is not value or _pointer(value) != pointer:
-                raise StructureChanged(self.name)
 
     def dynamic(self, sink: TensorSink) -> Json:
         moving = []
-        for position, parameter in self._positions():
-            entries = self.optimizer.state.get(parameter)
-            if not entries:
-                continue
-            others = {
-                key: codec.encode(value, f"{self.name}.state.{position}.{key}", sink)
-                for key, value in entries.items()
-                if not isinstance(value, torch.Tensor)
-            }
-            if others:
-                moving.append([position, _table(others)])
-        surplus = [key for key in self.optimizer.state if id(key) not in self._known]
-        if surplus:
-            raise UnsupportedState(
-                f"{self.name}: state under a key that is no parameter of its groups ({_few(surplus)}) cannot "
-                "be checkpointed"
-            )
+        for position, entries, keys in self._others:
+            trees = {}
+            for key in keys:
+                if key not in entries or isinstance(entries[key], torch.Tensor):
+                    raise StructureChanged(f"{self.name}.state.{position}.{key}")
+                trees[key] = codec.encode(entries[key], f"{self.name}.state.{position}.{key}", sink)
+            moving.append([position, _table(trees)])
         groups = [
             {
                 key: codec.encode(value, f"{self.name}.param_groups.{i}.{key}", sink)
@@ -380,6 +381,42 @@ class Values(Component):
             self.target.extend(saved)
 
 
+class Lie:
+    """Where tensors lie, to find out cheaply that none has been moved: `.data` may be set to anything, in place."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._plain = [t for t in tensors if dtensor_of(t) is None and not is_lazy(t)]
+        self._sharded = [t for t in tensors if dtensor_of(t) is not None]
+        self._were = self._are()
+
+    def _are(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(torch.Tensor.data_ptr, self._plain)),
+            list(map(torch.Tensor.stride, self._plain)),
+            list(map(_requires_grad, self._plain)),
+            [(local_of(t).data_ptr(), t.requires_grad) for t in self._sharded],
+        )
+
+    def holds(self) -> bool:
+        return self._are() == self._were
+
+
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _same(live: Collection[Any], before: Collection[Any]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(live) == len(before) and all(map(operator.is_, live, before))
+
+
+def _values_of(tables: list[Mapping[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(table.values() for table in tables))
+
+
+def _same_values(tables: list[Mapping[str, Any]], before: list[Any]) -> bool:
+    return _same(_values_of(tables), before)
+
+
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's own module inside DataParallel wrappers and torch.compile."""
     while True:
@@ -440,10 +477,6 @@ def _table(entries: dict[Any, Json]) -> Json:
 
 def _entries(table: Json) -> dict[Any, Json]:
     return {key: tree for key, tree in table["$dict"]} if "$dict" in table else dict(table)
-
-
-def _pointer(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if dtensor_of(tensor) is None else local_of(tensor).data_ptr()
 
 
 def _unique_bytes(tensors: Any) -> int:

@@ -162,6 +162,22 @@ def unfrozen_on_the_way(_: int) -> Built:
     return {"model": model, "optimizer": optimizer}, iterate
 
 
+@case
+def submodule_replaced_on_the_way(_: int) -> Built:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def iterate(i: int) -> None:
+        if i == 1:
+            for parameter in model[4].parameters():
+                optimizer.state.pop(parameter)
+            model[4] = nn.Linear(6, 2)
+            optimizer.param_groups[0]["params"][-2:] = list(model[4].parameters())
+        update(optimizer, lambda: squared(model))
+
+    return {"model": model, "optimizer": optimizer}, iterate
+
+
 class Odd(nn.Module):
     """Buffers of every kind; persistent and not; each changes at each iteration."""
 

@@ -16,6 +16,7 @@ from contents import CASES, Built, everything
 from dying import in_a_fork, kill_self, until_the_end
 
 import gemini_run
+from gemini_run.errors import UnsupportedState
 from gemini_run.wire import MemoryPaths
 from gemini_run.worker import capture
 
@@ -98,3 +99,64 @@ def test_killed_anywhere(
     assert in_a_fork(lambda: train(build, 0, want, None)) == 0
     assert states(got) == states(want)
     assert sorted(states(want)) == list(range(1, TOTAL + 1))
+
+
+def sparse() -> Any:
+    return torch.eye(3).to_sparse()
+
+
+def quantized() -> Any:
+    return torch._empty_affine_quantized([3], scale=0.1, zero_point=0, dtype=torch.qint8)
+
+
+def meta() -> Any:
+    return torch.empty(3, device="meta")
+
+
+def nested() -> Any:
+    return torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose values are in another one."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        return NotImplemented
+
+
+def wrapped() -> Any:
+    return Wrapper(torch.randn(3))
+
+
+@pytest.mark.parametrize("make", [sparse, quantized, meta, nested, wrapped])
+@pytest.mark.parametrize("where", ["buffer", "values"])
+def test_what_is_no_plain_memory_is_refused_before_the_first_step(make: Any, where: str, as_worker: Any) -> None:
+    as_worker()
+    model, values = torch.nn.Linear(2, 2), {}
+    if where == "buffer":
+        model.register_buffer("odd", make())
+    else:
+        values["odd"] = make()
+    ckpt = gemini_run.Checkpointer(model=model, values=values)
+    with pytest.raises(UnsupportedState, match=r"^(model|values)\.odd: "):
+        ckpt._snapshotter.preflight()
+
+
+def test_a_lazy_module_is_refused_before_the_first_step(as_worker: Any) -> None:
+    as_worker()
+    ckpt = gemini_run.Checkpointer(model=torch.nn.LazyLinear(3))
+    with pytest.raises(UnsupportedState, match="model.weight: has no shape yet"):
+        ckpt._snapshotter.preflight()
