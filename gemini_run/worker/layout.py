@@ -96,10 +96,19 @@ def check_whole(tensor: torch.Tensor, name: str) -> None:
     """Raises: UnsupportedState for tensors whose class keeps their values elsewhere, or that have none yet."""
     if is_lazy(tensor):
         raise UnsupportedState(f"{name}: has no shape yet; run one forward before the Checkpointer is made")
-    if dtensor_of(tensor) is None and is_traceable_wrapper_subclass(tensor):
+    if dtensor_of(tensor) is None and _wraps(tensor):
         raise UnsupportedState(
-            f"{name}: a {type(tensor).__name__} wraps other tensors and cannot be checkpointed bit for bit"
+            f"{name}: a {type(tensor).__name__} keeps its values elsewhere and cannot be checkpointed bit for bit"
         )
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a class with memory of its own nowhere (`_make_wrapper_subclass`)."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    if is_traceable_wrapper_subclass(tensor):
+        return True
+    return tensor.device.type != "meta" and tensor.numel() > 0 and not tensor.data_ptr()
 
 
 def check_supported(tensor: torch.Tensor, name: str) -> None:
