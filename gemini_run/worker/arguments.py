@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from gemini_run.errors import ConfigError
-from gemini_run.worker.components import Component, Generators, Module, Optimizer, Stateful, Values
+from gemini_run.worker.components import Component, Generators, Module, Stateful, Values
 from gemini_run.worker.data import Position
 from gemini_run.worker.data_stateful import StatefulLoader, is_torchdata
 from gemini_run.worker.gradients import Gradients
+from gemini_run.worker.optimizers import Optimizer
 from gemini_run.worker.sampling import StatefulGenerator, generator_state, has_state
 
 RESERVED_NAMES = ("rng", "ddp_buckets", "gradients", "iteration")  #: always included, not for the script to give
