@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,11 @@ from gemini_run.memory.segment import scan_slots
 from gemini_run.wire import MemoryPaths
 
 
-def in_a_fork(body: Callable[[], object]) -> int:
-    """Run `body` in a fork of this process; returns the signal that ended it, 0 if it came to its end."""
+def in_a_fork(body: Callable[[], object], kill_when: Callable[[], bool] | None = None) -> int:
+    """Run `body` in a fork of this process; returns the signal that ended it, 0 if it came to its end.
+
+    The fork is killed once `kill_when`, asked again and again, says so.
+    """
     child = os.fork()
     if child == 0:
         code = 1
@@ -29,7 +33,15 @@ def in_a_fork(body: Callable[[], object]) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
-    status = os.waitpid(child, 0)[1]
+    ended, status = 0, 0
+    while kill_when is not None and not ended:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended and kill_when():
+            os.kill(child, signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    if not ended:
+        status = os.waitpid(child, 0)[1]
     try:
         os.killpg(child, signal.SIGKILL)  # what it left behind, as an agent would
     except ProcessLookupError:

@@ -14,6 +14,7 @@ import torch
 import xxhash
 from contents import CASES, Built, everything
 from dying import in_a_fork, kill_self, until_the_end
+from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
 from gemini_run.errors import UnsupportedState
@@ -158,3 +159,31 @@ def test_a_lazy_module_is_refused_before_the_first_step(as_worker: Any) -> None:
     ckpt = gemini_run.Checkpointer(model=torch.nn.LazyLinear(3))
     with pytest.raises(UnsupportedState, match=r"model\.weight: has no shape yet"):
         ckpt._snapshotter.preflight()
+
+
+@pytest.mark.parametrize("wrap", ["compile(ddp)", "ddp(compile)", "compiled part"])
+def test_names_are_clean_however_the_model_is_wrapped(wrap: str, as_worker: Any) -> None:
+    """Case A44: saved in wrappers, restored without them."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        if wrap == "compile(ddp)":
+            model: Any = torch.compile(DistributedDataParallel(net), backend="eager")
+        elif wrap == "ddp(compile)":
+            model = DistributedDataParallel(torch.compile(net, backend="eager"))
+        else:
+            net[0] = torch.compile(net[0], backend="eager")
+            model = net
+        as_worker()
+        ckpt = gemini_run.Checkpointer(model=model)
+        ckpt.step()
+        ckpt.close()
+        assert sorted(item.name for item in ckpt._snapshotter.manifest.items if item.name.startswith("model.")) == [
+            "model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight",
+        ]  # fmt: skip
+        as_worker(round=1, restore_iteration=1, restore_source="local")
+        plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        gemini_run.Checkpointer(model=plain).restore()
+        assert all(map(torch.equal, plain.parameters(), net.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
