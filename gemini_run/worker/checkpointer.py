@@ -39,8 +39,9 @@ class Checkpointer:
     """Checkpoints the training state at every iteration, and brings it back after a failure.
 
     Pass everything that training changes, under names of your choice: modules, optimizers, schedulers, gradient
-    scalers, a torchdata `StatefulDataLoader`, dicts and lists of plain values, any object with
-    `state_dict()`/`load_state_dict()`. The random number generators of torch, numpy and Python are always
+    scalers, data loaders, random generators, dicts and lists of plain values, any object with
+    `state_dict()`/`load_state_dict()`. A `DataLoader` is followed from here on: iterators made after this count the
+    batches that the training loop takes, and after a restart the first one goes on behind them. The random number generators of torch, numpy and Python are always
     included. Every rank makes one, with the same names::
 
         ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)

@@ -25,6 +25,12 @@ TOTAL = 7
 KILLS = [(2, "in the snapshot"), (3, "in the step"), (5, "between")]  #: (iterations finished, where)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports_of_the_compiler() -> None:
+    """Once here, and not in each forked process."""
+    torch.compile(torch.nn.Identity(), backend="eager")(torch.zeros(1))
+
+
 def die_in_the_snapshot() -> None:
     """Let the next copy end this process when half of it is done."""
     copy = capture._copy_and_check
