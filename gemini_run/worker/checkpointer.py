@@ -41,8 +41,8 @@ class Checkpointer:
     Pass everything that training changes, under names of your choice: modules, optimizers, schedulers, gradient
     scalers, data loaders, random generators, dicts and lists of plain values, any object with
     `state_dict()`/`load_state_dict()`. A `DataLoader` is followed from here on: iterators made after this count the
-    batches that the training loop takes, and after a restart the first one goes on behind them. The random number generators of torch, numpy and Python are always
-    included. Every rank makes one, with the same names::
+    batches that the training loop takes, and after a restart the first one goes on behind them. The random number
+    generators of torch, numpy and Python are always included. Every rank makes one, with the same names::
 
         ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
         for step in ckpt.steps(total):        # goes on at the right step after a restart

@@ -11,7 +11,6 @@ fetched ahead is fetched again.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import weakref
 from collections.abc import Iterator
@@ -127,7 +126,7 @@ class Position(Component):
             self._warn(f"its position is not checkpointed, after a restart its data begins anew: {problem}")
             return
         self._attached = True
-        self.loader.__dict__[_POSITION] = self
+        self.loader.__dict__[_POSITION] = weakref.ref(self)
         self.loader.__class__ = _followed(type(self.loader))
 
     def begin(self) -> tuple[Pass, Iterator[Any]]:
@@ -191,7 +190,13 @@ class Position(Component):
         if self._rebuilding:
             self._draws.set_state(this.at_iter)
         sampler = self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
-        this.indices = Indices(iter(sampler), this.skip, functools.partial(self._at_first, this))
+        position = weakref.ref(self)
+
+        def at_first() -> None:
+            if (alive := position()) is not None:
+                alive._at_first(this)
+
+        this.indices = Indices(iter(sampler), this.skip, at_first)
         if constructing and self.loader.persistent_workers:
             self._base_seed = self._draws.base_seed_state()
         return this.indices
@@ -286,16 +291,19 @@ class Position(Component):
 
 
 class _IndexSampler:
-    """The batch sampler of the inner DataLoader."""
+    """The batch sampler of the inner DataLoader.
+
+    Nothing in that one may keep the position alive, which holds it: freed in a cycle, workers would not end in order.
+    """
 
     def __init__(self, position: Position) -> None:
-        self._position = position
+        self._position = weakref.ref(position)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._position.draw()
-
-    def __len__(self) -> int:
-        return len(self._position.loader)
+        position = self._position()
+        if position is None:
+            raise RuntimeError("the Checkpointer of this loader is gone")
+        return position.draw()
 
 
 def _followed(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
@@ -303,8 +311,11 @@ def _followed(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     if _FOLLOWED in vars(kind):
         return kind
 
-    def iterate(self: Any) -> Batches:
-        return Batches(self.__dict__[_POSITION])
+    def iterate(self: Any) -> Any:
+        position = self.__dict__[_POSITION]()
+        if position is None or position.loader is not self:  # a copy, or its Checkpointer is gone
+            return kind.__iter__(self)
+        return Batches(position)
 
     return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__, _FOLLOWED: True})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 import gemini_run
 from gemini_run.wire import MemoryPaths
+from gemini_run.worker.data import Position
 
 
 def loader(**options: Any) -> DataLoader:
@@ -193,6 +196,33 @@ def test_a_batch_that_fails_is_passed_over_once(as_worker: Any) -> None:
     given = DataLoader(Failing(), 4)
     gemini_run.Checkpointer(loader=given).restore()
     assert ids(next(iter(given))) == [12, 13, 14, 15]
+
+
+def test_workers_end_with_the_loader_that_has_them(as_worker: Any) -> None:
+    """By reference counts: in a cycle, the queues that tell them to end may be gone first."""
+    as_worker()
+    given = loader(num_workers=2, persistent_workers=True)
+    position = Position("loader", given)
+    position.attach()
+    next(iter(given))
+    inner = position._inner
+    assert inner is not None
+    workers = inner._iterator._workers
+    gc.disable()
+    try:
+        del inner, given, position
+        assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_the_loader_is_not_followed(as_worker: Any) -> None:
+    as_worker()
+    given = loader()
+    ckpt = gemini_run.Checkpointer(loader=given)
+    assert len(list(copy.copy(given))) == 6
+    ckpt.step()
+    assert ckpt._components[1].dynamic(lambda *_: None)["passes"] == 0
 
 
 class Stream(IterableDataset):
