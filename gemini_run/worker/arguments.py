@@ -27,9 +27,9 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
         ConfigError: an argument of a kind that cannot be checkpointed, or a reserved name; says the remedy.
     """
     components: list[Component] = []
+    models: list[Module] = []  # no more than these for the optimizers: a cycle would keep a loader's workers alive
 
     def parameters() -> dict[str, torch.Tensor]:
-        models = [c for c in components if isinstance(c, Module)]
         return {
             name if len(models) == 1 else f"{model.name}.{name}": tensor
             for model in models
@@ -42,7 +42,8 @@ def components_of(objects: Mapping[str, Any]) -> list[Component]:
         if target is None:
             raise ConfigError(f"Checkpointer({name}=None): leave it out, or pass the object")
         if isinstance(target, nn.Module):
-            components.append(Module(name, target))
+            models.append(Module(name, target))
+            components.append(models[-1])
         elif isinstance(target, torch.optim.Optimizer):
             components.append(Optimizer(name, target, parameters))
         elif is_torchdata(target):

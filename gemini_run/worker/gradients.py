@@ -41,20 +41,30 @@ class _Owner:
         self._turn = 0
 
     def attach(self) -> None:
-        if self.optimizer is None:
+        """Hear of the optimizer's steps and of its `zero_grad()`. Nothing here makes a cycle with the optimizer."""
+        optimizer, me = self.optimizer, weakref.ref(self)
+        if optimizer is None:
             return
-        self.optimizer.register_step_post_hook(lambda *_: self._on_step())
-        own = self.optimizer.zero_grad
+        own = optimizer.zero_grad
+        function = getattr(own, "__func__", None)
+        if function is None:  # a script's own, set on the instance
+            function, bound = own, None
+        else:
+            bound = weakref.ref(optimizer)
+        del own
+
+        def stepped(*_: Any) -> None:
+            if (owner := me()) is not None:
+                owner._stepping = True
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
-            self._zeroing, self._stepping = True, False
-            own(*args, **kwargs)
+            if (owner := me()) is not None:
+                owner._zeroing, owner._stepping = True, False
+            function(*(() if bound is None else (bound(),)), *args, **kwargs)
 
+        optimizer.register_step_post_hook(stepped)
         # On the instance, as torch's schedulers do with `step`; not part of its state, not copied with it.
-        self.optimizer.__dict__["zero_grad"] = zero_grad
-
-    def _on_step(self) -> None:
-        self._stepping = True
+        optimizer.__dict__["zero_grad"] = zero_grad
 
     def boundary(self, skipped: bool) -> None:
         """Learn what became of the gradients left at the boundary before, and note those left at this one."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 import gemini_run
 from gemini_run.wire import MemoryPaths
-from gemini_run.worker.data import Position
 
 
 def loader(**options: Any) -> DataLoader:
@@ -198,20 +199,37 @@ def test_a_batch_that_fails_is_passed_over_once(as_worker: Any) -> None:
     assert ids(next(iter(given))) == [12, 13, 14, 15]
 
 
-def test_workers_end_with_the_loader_that_has_them(as_worker: Any) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_workers_end_with_the_loader_that_has_them(inside: bool, as_worker: Any) -> None:
     """By reference counts: in a cycle, the queues that tell them to end may be gone first."""
-    as_worker()
+    if inside:
+        as_worker()
     given = loader(num_workers=2, persistent_workers=True)
-    position = Position("loader", given)
-    position.attach()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, loader=given)
+    others = set(multiprocessing.active_children())
     next(iter(given))
-    inner = position._inner
-    assert inner is not None
-    workers = inner._iterator._workers
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
     gc.disable()
     try:
-        del inner, given, position
+        del ckpt, given
         assert not any(worker.is_alive() for worker in workers)
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_is_freed_by_reference_counts(as_worker: Any) -> None:
+    as_worker()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer)
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del ckpt, optimizer
+        assert alive() is None
     finally:
         gc.enable()
 
