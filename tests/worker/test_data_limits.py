@@ -363,6 +363,7 @@ def test_only_the_first_rank_of_a_node_warns(as_worker: Any, capfd: Any, monkeyp
     assert "warning" not in capfd.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_torchdata(
     workers: int, persistent: bool, as_worker: Any, memory: MemoryPaths, tmp_path: Path, monkeypatch: Any
