@@ -267,7 +267,9 @@ class Checkpointer:
         if self._local_world_size < 2:
             return None
         first = self._rank - self._local_rank
-        return Neighbours(self._paths, owner=self._rank, owners=range(first, first + self._local_world_size))
+        owners = range(first, first + self._local_world_size)
+        private = [f"{component.name}." for component in self._components if component.private]
+        return Neighbours(self._paths, owner=self._rank, owners=owners, private=private)
 
     def _parted(self, iteration: int, names: tuple[str, ...], void: bool) -> None:
         """Ranks of this node held these tensors alike, and do not any more."""

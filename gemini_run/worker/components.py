@@ -24,6 +24,7 @@ class Component(abc.ABC):
     """One named piece of training state."""
 
     kind: str
+    private = False  #: each rank's own: where ranks hold it alike this is chance, and no reason to share the copying
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,6 +66,7 @@ class Generators(Component):
     """The process's random number generators."""
 
     kind = "rng"
+    private = True
 
     def build(self, builder: PlanBuilder) -> Json:
         return {"kind": self.kind}

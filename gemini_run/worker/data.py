@@ -95,6 +95,7 @@ class Position(Component):
     """Where training stands in the data of one plain DataLoader."""
 
     kind = "loader"
+    private = True
 
     def __init__(self, name: str, loader: DataLoader[Any]) -> None:
         super().__init__(name)
@@ -114,7 +115,7 @@ class Position(Component):
         self._base_seed: bytes | None = None  #: the generator at the draw that seeded persistent workers
         self._inner: Loader | None = None  #: with persistent workers
         self._constructing = self._rebuilding = False
-        self._frames: dict[str, torch.Tensor] = {}
+        self._frames: dict[str, list[torch.Tensor]] = {}
         self._said: set[str] = set()
 
     # --- iterating -----------------------------------------------------------------------------------
@@ -239,6 +240,7 @@ class Position(Component):
         newest = None if self._newest is None else self._newest()
         if sum(batches.unfinished for batches in self._live) > 1:
             self._warn("more than one iterator over it is in use, and only the newest one's position is checkpointed")
+        worker_states = [self._workers.get(worker, b"") for worker in range(self.loader.num_workers)]
         state = {
             "passes": self._passes,
             "open": self._pending is not None or (newest is not None and not this.finished),
@@ -246,9 +248,11 @@ class Position(Component):
             "digest": this.digest().hex(),
             "seeds": this.seeds,
             "own": self._draws.own() if self._own is None else self._own,
-            "start": self._frame("start", this.start()),
-            "base_seed": None if self._base_seed is None else self._frame("base_seed", self._base_seed),
-            "workers": {worker: self._frame(f"workers.{worker}", s) for worker, s in sorted(self._workers.items())},
+            "start": self._framed("start", this.start())[0],
+            "base_seed": None if self._base_seed is None else self._framed("base_seed", self._base_seed)[0],
+            "workers": {
+                w: self._frame("workers", self._workers.get(w, b""), w) for w in range(self.loader.num_workers)
+            },
         }
         return codec.encode(state, self.name, sink)
 
@@ -264,7 +268,7 @@ class Position(Component):
         )  # fmt: skip
         self._passes = saved["passes"]
         self._base_seed = None if saved["base_seed"] is None else _unframed(saved["base_seed"])
-        self._workers = {worker: _unframed(frame) for worker, frame in saved["workers"].items()}
+        self._workers = {worker: data for worker, frame in saved["workers"].items() if (data := _unframed(frame))}
         self._inner = None
         self._own = saved["own"] if saved["open"] else None
         self._draws.set_own(saved["own"])
@@ -274,15 +278,17 @@ class Position(Component):
     def settle(self) -> None:
         self._boundary = rng.capture()
 
-    def _frame(self, name: str, data: bytes) -> torch.Tensor:
-        """`data` behind its length, in a tensor that stays the same while there is room in it."""
-        frame = self._frames.get(name)
-        if frame is None or frame.numel() < len(data) + _LENGTH:
-            rooms = -(-(len(data) + _LENGTH) // _ROOM)
-            frame = self._frames[name] = torch.zeros(rooms * _ROOM, dtype=torch.uint8)
-        said = len(data).to_bytes(_LENGTH, "little") + data
-        frame[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        return frame
+    def _framed(self, kind: str, *parts: bytes) -> list[torch.Tensor]:
+        """Each of `parts` behind its length, in tensors whose size stays while there is room for the longest."""
+        longest = max(map(len, parts), default=0)
+        needed = -(-(longest + _LENGTH) // _ROOM) * _ROOM if longest else _LENGTH
+        frames = self._frames.get(kind, [])
+        if len(frames) != len(parts) or any(frame.numel() < needed for frame in frames):
+            frames = self._frames[kind] = [torch.zeros(needed, dtype=torch.uint8) for _ in parts]
+        for frame, data in zip(frames, parts, strict=True):
+            said = len(data).to_bytes(_LENGTH, "little") + data
+            frame[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return frames
 
     def _warn(self, text: str) -> None:
         if text not in self._said and os.environ.get("LOCAL_RANK", "0") == "0":

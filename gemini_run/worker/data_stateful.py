@@ -26,6 +26,8 @@ class StatefulLoader(Stateful):
     first `iter()` after `load_state_dict()` draws seeds that the uninterrupted run does not draw.
     """
 
+    private = True
+
     def __init__(self, name: str, target: Any) -> None:
         super().__init__(name, target)
         self._boundary: dict[str, Any] | None = None

@@ -93,6 +93,7 @@ class Gradients(Component):
     """The gradients of every parameter given, through its module or its optimizer."""
 
     kind = "gradients"
+    private = True
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         super().__init__(NAME)
