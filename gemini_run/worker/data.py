@@ -10,13 +10,11 @@ fetched ahead is fetched again.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gemini_run.terminal import say
@@ -25,37 +23,11 @@ from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Component
 from gemini_run.worker.fetching import Loader, Tagged, loader_like
 from gemini_run.worker.layout import PayloadReader, PlanBuilder
+from gemini_run.worker.passes import Frames, Pass, unframed
 from gemini_run.worker.sampling import Draws, Indices, State, freeze, has_state, thaw
 
 _POSITION = "_gemini_position"  #: attribute of a followed loader
 _FOLLOWED = "_gemini_followed"  #: of its class
-_ROOM = 8192  #: bytes; what is frozen lies in tensors of multiples of this, so that the capture plan stays valid
-_LENGTH = 8  #: bytes of length before it
-
-
-@dataclasses.dataclass(eq=False)
-class Pass:
-    """One pass over the data."""
-
-    at_iter: State  #: all draws (`Draws.state`) when it began
-    at_first: State | None = None  #: when its first index batch was drawn, where something else drew in between
-    skip: int = 0  #: batches that training had taken before the restart
-    expected: bytes = b""  #: the digest of their indices
-    seeds: bool = True  #: its beginning drew the seed of the worker processes
-    taken: int = 0
-    finished: bool = False
-    indices: Indices | None = None  #: what the DataLoader draws from; None for an IterableDataset
-    after_iter: State | None = None
-    frozen: bytes | None = None
-
-    def start(self) -> bytes:
-        """`at_iter` and `at_first`, frozen."""
-        if self.frozen is None:
-            self.frozen = freeze([self.at_iter, self.at_first])
-        return self.frozen
-
-    def digest(self) -> bytes:
-        return self.expected if self.indices is None else self.indices.digest
 
 
 class Batches(Iterator[Any]):
@@ -115,7 +87,7 @@ class Position(Component):
         self._base_seed: bytes | None = None  #: the generator at the draw that seeded persistent workers
         self._inner: Loader | None = None  #: with persistent workers
         self._constructing = self._rebuilding = False
-        self._frames: dict[str, list[torch.Tensor]] = {}
+        self._frames = Frames()
         self._said: set[str] = set()
 
     # --- iterating -----------------------------------------------------------------------------------
@@ -240,7 +212,7 @@ class Position(Component):
         newest = None if self._newest is None else self._newest()
         if sum(batches.unfinished for batches in self._live) > 1:
             self._warn("more than one iterator over it is in use, and only the newest one's position is checkpointed")
-        worker_states = [self._workers.get(worker, b"") for worker in range(self.loader.num_workers)]
+        workers = [self._workers.get(worker, b"") for worker in range(self.loader.num_workers)]
         state = {
             "passes": self._passes,
             "open": self._pending is not None or (newest is not None and not this.finished),
@@ -248,11 +220,9 @@ class Position(Component):
             "digest": this.digest().hex(),
             "seeds": this.seeds,
             "own": self._draws.own() if self._own is None else self._own,
-            "start": self._framed("start", this.start())[0],
-            "base_seed": None if self._base_seed is None else self._framed("base_seed", self._base_seed)[0],
-            "workers": {
-                w: self._frame("workers", self._workers.get(w, b""), w) for w in range(self.loader.num_workers)
-            },
+            "start": self._frames.frame("start", this.start())[0],
+            "base_seed": None if self._base_seed is None else self._frames.frame("base_seed", self._base_seed)[0],
+            "workers": dict(enumerate(self._frames.frame("workers", *workers))),
         }
         return codec.encode(state, self.name, sink)
 
@@ -261,14 +231,14 @@ class Position(Component):
         if saved is None or not self._attached:
             return
         self.restores += 1
-        at_iter, at_first = thaw(_unframed(saved["start"]))
+        at_iter, at_first = thaw(unframed(saved["start"]))
         this = Pass(
             at_iter, at_first, skip=saved["taken"], expected=bytes.fromhex(saved["digest"]), seeds=saved["seeds"],
             taken=saved["taken"], finished=not saved["open"],
         )  # fmt: skip
         self._passes = saved["passes"]
-        self._base_seed = None if saved["base_seed"] is None else _unframed(saved["base_seed"])
-        self._workers = {worker: data for worker, frame in saved["workers"].items() if (data := _unframed(frame))}
+        self._base_seed = None if saved["base_seed"] is None else unframed(saved["base_seed"])
+        self._workers = {worker: data for worker, frame in saved["workers"].items() if (data := unframed(frame))}
         self._inner = None
         self._own = saved["own"] if saved["open"] else None
         self._draws.set_own(saved["own"])
@@ -277,18 +247,6 @@ class Position(Component):
 
     def settle(self) -> None:
         self._boundary = rng.capture()
-
-    def _framed(self, kind: str, *parts: bytes) -> list[torch.Tensor]:
-        """Each of `parts` behind its length, in tensors whose size stays while there is room for the longest."""
-        longest = max(map(len, parts), default=0)
-        needed = -(-(longest + _LENGTH) // _ROOM) * _ROOM if longest else _LENGTH
-        frames = self._frames.get(kind, [])
-        if len(frames) != len(parts) or any(frame.numel() < needed for frame in frames):
-            frames = self._frames[kind] = [torch.zeros(needed, dtype=torch.uint8) for _ in parts]
-        for frame, data in zip(frames, parts, strict=True):
-            said = len(data).to_bytes(_LENGTH, "little") + data
-            frame[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        return frames
 
     def _warn(self, text: str) -> None:
         if text not in self._said and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -339,8 +297,3 @@ def _why_not(loader: DataLoader[Any]) -> str | None:
     if loader.num_workers and not getattr(loader, "in_order", True):
         return "in_order=False gives the batches in no fixed order"
     return None
-
-
-def _unframed(frame: torch.Tensor) -> bytes:
-    data = frame.numpy().tobytes()
-    return data[_LENGTH : _LENGTH + int.from_bytes(data[:_LENGTH], "little")]
