@@ -90,6 +90,7 @@ def test_digits_survive_a_worker_in_mid_epoch(workers: int, digits_reference: tu
         assert cluster.wait(120) == [0]
         restored = cluster.events("restored")
         assert {event["rank"] for event in restored} == {0, 1}
+        assert cluster.events("replicas_disagree") == []
         assert all(event["source"] == "local" and event["iteration"] >= 49 for event in restored)
         state, reference = (torch.load(path, weights_only=True) for path in (save, digits_reference[1]))
     assert differences(state, reference) == []
