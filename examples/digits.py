@@ -3,9 +3,8 @@
     gemini-run --standalone --nproc-per-node=2 examples/digits.py
     torchrun   --standalone --nproc-per-node=2 examples/digits.py      # the same script, without recovery
 
-A step number says where in the data a run stands: epoch = step // batches per epoch, batch = the rest. On
-resume `batches_from` seeds the sampler with that epoch and drops the index batches already seen, so that no
-sample of them is loaded.
+The Checkpointer is given the loader: after a restart `for ... in loader` goes on behind the last batch that was
+trained on. `epoch` follows from the step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,38 +21,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gemini_run
-
-
-class SkippingBatches:
-    """A batch sampler whose next pass leaves out its first `skip` batches."""
-
-    def __init__(self, batches: BatchSampler) -> None:
-        self.batches = batches
-        self.skip = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        skip, self.skip = self.skip, 0
-        for number, indices in enumerate(self.batches):
-            if number >= skip:
-                yield indices
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-def batches_from(
-    step: int, loader: DataLoader, sampler: DistributedSampler, batches: SkippingBatches
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(epoch, images, labels) of `step` and of every step after it, without end."""
-    epoch, batches.skip = divmod(step, len(batches))
-    while True:
-        sampler.set_epoch(epoch)  # the permutation of an epoch depends on the seed and the epoch alone
-        for images, labels in loader:
-            yield epoch, images, labels
-        epoch += 1
 
 
 def make_data() -> tuple[TensorDataset, TensorDataset]:
@@ -96,12 +65,8 @@ def main() -> None:
 
     train, test = make_data()
     sampler: DistributedSampler = DistributedSampler(train, world, rank, shuffle=True, seed=args.seed)
-    batches = SkippingBatches(BatchSampler(sampler, args.batch, drop_last=True))
-    # A generator of its own: the loader draws a seed at each pass and must leave the global state alone.
-    loader: DataLoader = DataLoader(
-        train, batch_sampler=batches, num_workers=args.workers, generator=torch.Generator().manual_seed(0)
-    )
-    per_epoch = len(batches)
+    loader: DataLoader = DataLoader(train, args.batch, sampler=sampler, drop_last=True, num_workers=args.workers)
+    per_epoch = len(loader)
     total = args.steps if args.steps is not None else args.epochs * per_epoch
 
     torch.manual_seed(args.seed)
@@ -113,28 +78,32 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)  # per epoch
 
-    ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
-    start = ckpt.restore()
-    data = batches_from(start, loader, sampler, batches)
-    for step in range(start, total):
-        epoch, images, labels = next(data)
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if (step + 1) % per_epoch == 0:
-            scheduler.step()
+    ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+    step = ckpt.restore()
+    while step < total:
+        epoch = step // per_epoch
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % per_epoch == 0:
+                scheduler.step()
 
-        if rank == 0 and args.losses:
-            with args.losses.open("a") as log:
-                log.write(f"{time.time():.6f} {step + 1} {loss.item():.9f}\n")
-        if rank == 0 and ((step + 1) % per_epoch == 0 or step + 1 == total):
-            print(
-                f"epoch {epoch + 1:2d}  step {step + 1:4d}/{total}  loss {loss.item():.3f}"
-                f"  test accuracy {accuracy(net, test):.3f}",
-                flush=True,
-            )
-        ckpt.step()  # the end of the iteration: after optimizer and scheduler, and after the evaluation
+            if rank == 0 and args.losses:
+                with args.losses.open("a") as log:
+                    log.write(f"{time.time():.6f} {step} {loss.item():.9f}\n")
+            if rank == 0 and (step % per_epoch == 0 or step == total):
+                print(
+                    f"epoch {epoch + 1:2d}  step {step:4d}/{total}  loss {loss.item():.3f}"
+                    f"  test accuracy {accuracy(net, test):.3f}",
+                    flush=True,
+                )
+            ckpt.step()  # the end of the iteration: after optimizer and scheduler, and after the evaluation
+            if step == total:
+                break
 
     if rank == 0 and args.save:
         partial = args.save.with_name(f"{args.save.name}.partial")

@@ -89,14 +89,12 @@ def torchrun_arguments(command: CommandLine) -> argparse.Namespace:
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = "localhost:0"
         args.local_addr = args.local_addr or "localhost"
+    args.named_by = None
     if args.rdzv_id in _NO_RUN_ID:
         if max_nodes > 1:
             meeting = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or _MASTER_PORT}"
             args.rdzv_id = shared_run_id(meeting, [command.script, *command.script_args], os.environ)
-            say(
-                f"no --rdzv-id: run {args.rdzv_id}, named after where the nodes meet and the script's command line, "
-                "which must be the same on all nodes"
-            )
+            args.named_by = "where the nodes meet and the script's command line, which must be the same on all nodes"
         else:
             args.rdzv_id = new_run_id()
     return args
@@ -122,7 +120,7 @@ def launch(command: CommandLine, settings: Settings, subcommands: Collection[str
     preflight.check_script(args, subcommands)
     paths = RunPaths.of(args.rdzv_id)
     first = _make_run(paths, args, command, settings)
-    say(f"run {args.rdzv_id}")
+    say(f"no --rdzv-id: run {args.rdzv_id}, named after {args.named_by}" if args.named_by else f"run {args.rdzv_id}")
     with _launch_agent_replaced(
         lambda config, entrypoint, words: _run_node(config, entrypoint, words, paths, settings, first)
     ):

@@ -97,7 +97,12 @@ class Plan:
 
     def _same_layout(self, index: int, local: torch.Tensor) -> bool:
         item, before = self._items[index], self.sources[index].tensor
-        return before.device == local.device and before.dtype == local.dtype and item.shape == tuple(local.shape)
+        return (
+            before.device == local.device
+            and before.dtype == local.dtype
+            and item.shape == tuple(local.shape)
+            and before.stride() == local.stride()
+        )
 
 
 class Snapshotter:

@@ -22,12 +22,12 @@ from gemini_run.peers.transport import Exchange
 from gemini_run.plan.placement import placement
 from gemini_run.terminal import say
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
+from gemini_run.worker.arguments import components_of
 from gemini_run.worker.beacon import Progress
 from gemini_run.worker.bootstrap import record_imports
 from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
-from gemini_run.worker.components import components_of
 from gemini_run.worker.neighbours import Neighbours
 from gemini_run.worker.restore import Restored, restore
 
@@ -41,9 +41,10 @@ class Checkpointer:
     """Checkpoints the training state at every iteration, and brings it back after a failure.
 
     Pass everything that training changes, under names of your choice: modules, optimizers, schedulers, gradient
-    scalers, a torchdata `StatefulDataLoader`, dicts and lists of plain values, any object with
-    `state_dict()`/`load_state_dict()`. The random number generators of torch, numpy and Python are always
-    included. Every rank makes one, with the same names::
+    scalers, data loaders, random generators, dicts and lists of plain values, any object with
+    `state_dict()`/`load_state_dict()`. A `DataLoader` is followed from here on: iterators made after this count the
+    batches that the training loop takes, and after a restart the first one goes on behind them. The random number
+    generators of torch, numpy and Python are always included. Every rank makes one, with the same names::
 
         ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler)
         for step in ckpt.steps(total):        # goes on at the right step after a restart
@@ -64,9 +65,12 @@ class Checkpointer:
         self._closed = False
         self._context = WorkerContext.from_env()
         # Buckets first: laying them out runs a backward, which nothing restored before may see.
+        self._loader = objects.get("loader")
         self._components = [Buckets(objects), *components_of(objects)]
         if self._context is None:
             return
+        for component in self._components:
+            component.attach()
         self._rank = int(os.environ["RANK"])
         self._local_rank = int(os.environ["LOCAL_RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
@@ -89,6 +93,17 @@ class Checkpointer:
     def iteration(self) -> int:
         """Iterations finished so far."""
         return self._iteration
+
+    @property
+    def loader(self) -> Any:
+        """The object given as ``loader=``, itself.
+
+        Raises:
+            AttributeError: none was given.
+        """
+        if self._loader is None:
+            raise AttributeError("Checkpointer.loader: no loader= was given")
+        return self._loader
 
     def restore(self) -> int:
         """Load the newest state into the live objects, in place, bit for bit.
@@ -215,6 +230,8 @@ class Checkpointer:
         self._progress.committed(iteration)
 
     def _boundary(self) -> None:
+        for component in self._components:
+            component.boundary()
         committer = self._committer
         if committer is None or committer.problem is not None:
             return
@@ -281,7 +298,9 @@ class Checkpointer:
         if self._local_world_size < 2:
             return None
         first = self._rank - self._local_rank
-        return Neighbours(self._paths, owner=self._rank, owners=range(first, first + self._local_world_size))
+        owners = range(first, first + self._local_world_size)
+        private = [f"{component.name}." for component in self._components if component.private]
+        return Neighbours(self._paths, owner=self._rank, owners=owners, private=private)
 
     def _parted(self, iteration: int, names: tuple[str, ...], void: bool) -> None:
         """Ranks of this node held these tensors alike, and do not any more."""

@@ -46,9 +46,9 @@ def encode(value: Any, path: str, sink: TensorSink) -> Json:
         return _encode_dict(value, path, sink, ordered=kind is not dict)
     if isinstance(value, torch.Tensor):
         return sink(value, path)
-    if kind is np.ndarray and not value.dtype.hasobject:
+    if kind is np.ndarray and not value.dtype.hasobject and value.dtype.fields is None:
         return {"$ndarray": [value.dtype.str, list(value.shape), _b64(value.tobytes())]}
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
+    if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.fields is None:
         return {"$npscalar": [value.dtype.str, _b64(value.tobytes())]}
     if kind is bytes:
         return {"$bytes": _b64(value)}

@@ -7,26 +7,24 @@ a *dynamic* part (everything else, said anew at each snapshot).
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from gemini_run.errors import ConfigError, GeminiError, UnsupportedState
+from gemini_run.errors import GeminiError
 from gemini_run.worker import codec, rng
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.layout import PayloadReader, PlanBuilder, StructureChanged, dtensor_of, local_of
-
-RESERVED_NAMES = ("rng", "ddp_buckets", "iteration")  #: always included, not for the script to give
-
-_ADAM_LIKE = 2  # moments of the parameter's size
+from gemini_run.worker.unchanged import Lie, same_values, values_of
 
 
 class Component(abc.ABC):
     """One named piece of training state."""
 
     kind: str
+    private = False  #: each rank's own: where ranks hold it alike this is chance, and no reason to share the copying
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,6 +45,18 @@ class Component(abc.ABC):
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
         """Put the saved state back into the live objects, in place."""
 
+    def attach(self) -> None:
+        """Called once, inside gemini-run, before anything else."""
+        return
+
+    def boundary(self) -> None:
+        """Called once at each iteration boundary, before the snapshot if there is one."""
+        return
+
+    def settle(self) -> None:
+        """Called once every component has been restored."""
+        return
+
     def expected_bytes(self) -> int:
         """Bytes of tensors this will have once the first step has made its state (an estimate)."""
         return 0
@@ -56,6 +66,7 @@ class Generators(Component):
     """The process's random number generators."""
 
     kind = "rng"
+    private = True
 
     def build(self, builder: PlanBuilder) -> Json:
         return {"kind": self.kind}
@@ -78,8 +89,12 @@ class Module(Component):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name)
         self.module = unwrap(module)
-        self._seen: list[tuple[Mapping[str, Any], str, torch.Tensor, int]] = []
-        self._sizes: list[tuple[Mapping[str, Any], int]] = []
+        self._modules: list[Mapping[str, Any]] = []
+        self._tables: list[Mapping[str, Any]] = []
+        self._children: list[Any] = []
+        self._entries: list[Any] = []
+        self._lie = Lie([])
+        self._extra: list[tuple[str, nn.Module]] = []
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Clean name -> parameter or buffer, tied ones under each of their names."""
@@ -102,28 +117,25 @@ class Module(Component):
         ]
 
     def build(self, builder: PlanBuilder) -> Json:
-        self._seen = []
-        self._sizes = []
-        for module in self.module.modules():
-            tables: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module._modules)
-            self._sizes += [(table, len(table)) for table in tables]
-        names = {}
-        for name, table, key, tensor in self._walk():
-            names[name] = builder.add(f"{self.name}.{name}", tensor)
-            self._seen.append((table, key, tensor, local_of(tensor).data_ptr()))
-        return {"kind": self.kind, "tensors": names}
+        names = {name: builder.add(f"{self.name}.{name}", tensor) for name, _, _, tensor in self._walk()}
+        modules = list(self.module.modules())
+        self._modules = [module._modules for module in modules]
+        self._tables = [table for module in modules for table in (module._parameters, module._buffers)]
+        self._children = values_of(self._modules)
+        self._entries = values_of(self._tables)
+        self._lie = Lie([tensor for tensor in self._entries if tensor is not None])
+        self._extra = self._extras()
+        frozen = [n for n, t in self.tensors().items() if isinstance(t, nn.Parameter) and not t.requires_grad]
+        return {"kind": self.kind, "tensors": names, "frozen": frozen}
 
     def check(self) -> None:
-        for table, size in self._sizes:
-            if len(table) != size:
-                raise StructureChanged(self.name)
-        for table, key, tensor, pointer in self._seen:
-            if table.get(key) is not tensor or _pointer(tensor) != pointer:
-                raise StructureChanged(self.name)
+        same = same_values(self._modules, self._children) and same_values(self._tables, self._entries)
+        if not (same and self._lie.holds()):
+            raise StructureChanged(self.name)
 
     def dynamic(self, sink: TensorSink) -> Json:
         return {
-            name: codec.encode(module.get_extra_state(), f"{self.name}.{name}", sink) for name, module in self._extras()
+            name: codec.encode(module.get_extra_state(), f"{self.name}.{name}", sink) for name, module in self._extra
         }
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
@@ -133,147 +145,22 @@ class Module(Component):
             missing, surplus = sorted(saved.keys() - live.keys()), sorted(live.keys() - saved.keys())
             raise GeminiError(
                 f"{self.name}: the model is not the one that was saved "
-                f"(missing here: {_few(missing)}; not in the checkpoint: {_few(surplus)})"
+                f"(missing here: {few(missing)}; not in the checkpoint: {few(surplus)})"
             )
         for name, leaf in saved.items():
+            reader.restride(leaf["$tensor"], live[name])
             reader.into(leaf["$tensor"], live[name], f"{self.name}.{name}")
+        frozen = set(static["frozen"])
+        for name, tensor in live.items():
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad is (name in frozen):
+                tensor.requires_grad_(name not in frozen)
         extras = dict(self._extras())
         for name, tree in dynamic.items():
             value = codec.decode(tree, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
             extras[name].set_extra_state(value)
 
     def expected_bytes(self) -> int:
-        return _unique_bytes(self.tensors().values())
-
-
-class Optimizer(Component):
-    """A torch optimizer: state by (group, position) of its parameters, and the groups' own values."""
-
-    kind = "optimizer"
-
-    def __init__(self, name: str, optimizer: torch.optim.Optimizer, names: Callable[[], dict[int, str]]) -> None:
-        super().__init__(name)
-        self.optimizer = optimizer
-        self._names = names
-        self._seen: list[tuple[dict[Any, Any], str, torch.Tensor, int]] = []
-        self._shape: list[tuple[Any, int]] = []
-
-    def _positions(self) -> list[tuple[int, torch.Tensor]]:
-        return list(enumerate(p for group in self.optimizer.param_groups for p in group["params"]))
-
-    def build(self, builder: PlanBuilder) -> Json:
-        names = self._names()
-        self._seen = []
-        self._shape = []
-        state = []
-        for position, parameter in self._positions():
-            entries = self.optimizer.state.get(parameter)
-            self._shape.append((parameter, -1 if entries is None else len(entries)))
-            if entries is None:
-                continue
-            label = names.get(id(parameter), str(position))
-            leaves = {}
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    leaves[key] = builder.add(f"{self.name}.state.{label}.{key}", value)
-                    self._seen.append((entries, key, value, local_of(value).data_ptr()))
-            state.append([position, leaves])
-        start = 0
-        params = []
-        for group in self.optimizer.param_groups:
-            params.append(list(range(start, start + len(group["params"]))))
-            start += len(group["params"])
-        self._known = {id(p) for _, p in self._positions()}
-        return {"kind": self.kind, "state": state, "params": params}
-
-    def check(self) -> None:
-        state = self.optimizer.state
-        shape = self._shape
-        position = 0
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if position >= len(shape) or shape[position][0] is not parameter:
-                    raise StructureChanged(self.name)
-                entries = state.get(parameter)
-                if (-1 if entries is None else len(entries)) != shape[position][1]:
-                    raise StructureChanged(self.name)
-                position += 1
-        if position != len(shape):
-            raise StructureChanged(self.name)
-        for entries, key, value, pointer in self._seen:
-            if entries.get(key) is not value or _pointer(value) != pointer:
-                raise StructureChanged(self.name)
-
-    def dynamic(self, sink: TensorSink) -> Json:
-        moving = []
-        for position, parameter in self._positions():
-            entries = self.optimizer.state.get(parameter)
-            if not entries:
-                continue
-            others = {
-                key: codec.encode(value, f"{self.name}.state.{position}.{key}", sink)
-                for key, value in entries.items()
-                if not isinstance(value, torch.Tensor)
-            }
-            if others:
-                moving.append([position, others])
-        surplus = [key for key in self.optimizer.state if id(key) not in self._known]
-        if surplus:
-            raise UnsupportedState(
-                f"{self.name}: state under a key that is no parameter of its groups ({_few(surplus)}) cannot "
-                "be checkpointed"
-            )
-        groups = [
-            {
-                key: codec.encode(value, f"{self.name}.param_groups.{i}.{key}", sink)
-                for key, value in group.items()
-                if key != "params"
-            }
-            for i, group in enumerate(self.optimizer.param_groups)
-        ]
-        return {"state": moving, "param_groups": groups}
-
-    def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        sizes = [len(params) for params in static["params"]]
-        live = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != live:
-            raise GeminiError(
-                f"{self.name}: parameter groups of sizes {sizes} were saved, the script made {live}: restore "
-                "needs the optimizer that was saved"
-            )
-        saved: dict[int, dict[str, Any]] = {position: dict(leaves) for position, leaves in static["state"]}
-        for position, others in dynamic["state"]:
-            saved[position].update(others)
-        for position, parameter in self._positions():
-            if position not in saved:
-                self.optimizer.state.pop(parameter, None)
-                continue
-            entries = self.optimizer.state[parameter]
-            for key in [k for k in entries if k not in saved[position]]:
-                del entries[key]
-            for key, tree in saved[position].items():
-                entries[key] = _into_or_new(tree, entries.get(key), parameter, reader, self.name)
-        for group, values in zip(self.optimizer.param_groups, dynamic["param_groups"], strict=True):
-            for key in [k for k in group if k != "params" and k not in values]:
-                del group[key]
-            for key, tree in values.items():
-                group[key] = _into_or_new(tree, group.get(key), None, reader, self.name)
-
-    def expected_bytes(self) -> int:
-        total = 0
-        for group in self.optimizer.param_groups:
-            if "betas" in group:
-                factor = _ADAM_LIKE + bool(group.get("amsgrad"))
-            else:
-                factor = int(bool(group.get("momentum")) or "alpha" in group) + int("history_size" in group)
-            for parameter in group["params"]:
-                entries = self.optimizer.state.get(parameter)
-                if entries:
-                    total += _unique_bytes(v for v in entries.values() if isinstance(v, torch.Tensor))
-                else:
-                    local = local_of(parameter)
-                    total += factor * local.numel() * local.element_size() + 64
-        return total
+        return unique_bytes(self.tensors().values())
 
 
 class Stateful(Component):
@@ -295,7 +182,7 @@ class Stateful(Component):
         return codec.encode(self.target.state_dict(), self.name, sink)
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        state = codec.decode(dynamic, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
+        state = codec.decode(dynamic, lambda leaf: fresh_tensor(leaf, None, reader), allow_pickle=True)
         self.target.load_state_dict(state)
 
 
@@ -318,51 +205,12 @@ class Values(Component):
         return codec.encode(self.target, self.name, sink)
 
     def restore(self, static: Json, dynamic: Json, reader: PayloadReader) -> None:
-        saved = codec.decode(dynamic, lambda leaf: reader.fresh(leaf["$tensor"]), allow_pickle=True)
+        saved = codec.decode(dynamic, lambda leaf: fresh_tensor(leaf, None, reader), allow_pickle=True)
         self.target.clear()
         if isinstance(self.target, dict):
             self.target.update(saved)
         else:
             self.target.extend(saved)
-
-
-def components_of(objects: Mapping[str, Any]) -> list[Component]:
-    """The components for the keyword arguments of a Checkpointer, generators last.
-
-    Raises:
-        ConfigError: an argument of a kind that cannot be checkpointed, or a reserved name; says the remedy.
-    """
-    components: list[Component] = []
-
-    def parameter_names() -> dict[int, str]:
-        names: dict[int, str] = {}
-        models = [c for c in components if isinstance(c, Module)]
-        for model in models:
-            for name, tensor in model.tensors().items():
-                names.setdefault(id(tensor), name if len(models) == 1 else f"{model.name}.{name}")
-        return names
-
-    for name, target in objects.items():
-        if name in RESERVED_NAMES:
-            raise ConfigError(f"Checkpointer({name}=...): {name} is always included, leave it out")
-        if target is None:
-            raise ConfigError(f"Checkpointer({name}=None): leave it out, or pass the object")
-        if isinstance(target, nn.Module):
-            components.append(Module(name, target))
-        elif isinstance(target, torch.optim.Optimizer):
-            components.append(Optimizer(name, target, parameter_names))
-        elif callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
-            components.append(Stateful(name, target))
-        elif type(target) in (dict, list):
-            components.append(Values(name, target))
-        else:
-            raise ConfigError(
-                f"Checkpointer({name}=...): a {type(target).__name__} has no state_dict/load_state_dict. Pass "
-                "modules, optimizers, schedulers, a torchdata StatefulDataLoader, a dict or list of values, or "
-                "give the object these two methods"
-            )
-    components.append(Generators("rng"))
-    return components
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -382,18 +230,8 @@ def clean_name(name: str) -> str:
     return ".".join(p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module"))
 
 
-def _into_or_new(tree: Json, live: Any, parameter: torch.Tensor | None, reader: PayloadReader, name: str) -> Any:
-    if not (isinstance(tree, dict) and "$tensor" in tree):
-        return codec.decode(tree, lambda leaf: _fresh(leaf, parameter, reader), allow_pickle=True)
-    if isinstance(live, torch.Tensor):
-        same_kind = (dtensor_of(live) is not None) == reader.sharded(tree, parameter)
-        if same_kind and live.device.type == tree.get("device", "cpu") and reader.fits(tree["$tensor"], live):
-            reader.into(tree["$tensor"], live, name)
-            return live
-    return _fresh(tree, parameter, reader)
-
-
-def _fresh(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: PayloadReader) -> torch.Tensor:
+def fresh_tensor(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: PayloadReader) -> torch.Tensor:
+    """A new tensor for a leaf, on the device of `parameter` and sharded as it is, where the saved one was."""
     device: torch.device | str = leaf.get("device", "cpu")
     if device != "cpu" and parameter is not None:
         device = local_of(parameter).device
@@ -413,11 +251,7 @@ def _fresh(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: Payload
     return DTensor.from_local(tensor, dtensor.device_mesh, run_check=False)
 
 
-def _pointer(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if dtensor_of(tensor) is None else local_of(tensor).data_ptr()
-
-
-def _unique_bytes(tensors: Any) -> int:
+def unique_bytes(tensors: Any) -> int:
     sizes = {}
     for tensor in tensors:
         local = local_of(tensor)
@@ -425,6 +259,6 @@ def _unique_bytes(tensors: Any) -> int:
     return sum(sizes.values())
 
 
-def _few(names: list[Any]) -> str:
+def few(names: list[Any]) -> str:
     shown = ", ".join(str(n) for n in names[:3])
     return (shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"

@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini_run.errors import GeminiError, UnsupportedState
 from gemini_run.plan.manifest import Item, Manifest, aligned
@@ -76,10 +78,37 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
+def unrepeated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` with one element for each that `like`, of the same shape, has in memory along expanded dimensions."""
+    for dim, (stride, size) in enumerate(zip(like.stride(), like.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor in storage order, a 1-D uint8 view."""
     line = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return line.view(torch.uint8)
+
+
+def check_whole(tensor: torch.Tensor, name: str) -> None:
+    """Raises: UnsupportedState for tensors whose class keeps their values elsewhere, or that have none yet."""
+    if is_lazy(tensor):
+        raise UnsupportedState(f"{name}: has no shape yet; run one forward before the Checkpointer is made")
+    if dtensor_of(tensor) is None and _wraps(tensor):
+        raise UnsupportedState(
+            f"{name}: a {type(tensor).__name__} keeps its values elsewhere and cannot be checkpointed bit for bit"
+        )
+
+
+def _wraps(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a class with memory of its own nowhere (`_make_wrapper_subclass`)."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    if is_traceable_wrapper_subclass(tensor):
+        return True
+    return tensor.device.type != "meta" and tensor.numel() > 0 and not tensor.data_ptr()
 
 
 def check_supported(tensor: torch.Tensor, name: str) -> None:
@@ -120,6 +149,7 @@ class PlanBuilder:
         Raises:
             UnsupportedState: the tensor is no plain memory.
         """
+        check_whole(tensor, name)
         dtensor = dtensor_of(tensor)
         local = local_of(tensor)
         check_supported(local, name)
@@ -201,6 +231,12 @@ class PayloadReader:
         item = self.manifest.items[index]
         return str(live.dtype) == f"torch.{item.dtype}" and tuple(local_of(live).shape) == item.shape
 
+    def restride(self, index: int, live: torch.Tensor) -> None:
+        """Lay the elements of a dense live tensor out in the order that was saved, over the same memory."""
+        item = self.manifest.items[index]
+        if dtensor_of(live) is None and self.fits(index, live) and live.stride() != item.stride and is_dense(live):
+            live.data = live.data.as_strided(item.shape, item.stride)
+
     def into(self, index: int, live: torch.Tensor, name: str) -> None:
         """Overwrite this rank's part of the live tensor in place; nothing is cast.
 
@@ -217,7 +253,7 @@ class PayloadReader:
             ctypes.memmove(live.data_ptr(), self._base + item.offset, item.length)
         else:
             with torch.no_grad():
-                live.copy_(self.fresh(index))
+                unrepeated(live, live).copy_(unrepeated(self.fresh(index), live))
 
     def misfit(self, dtype: str, shape: tuple[int, ...], live: torch.Tensor, name: str) -> GeminiError:
         """The error that says that the script made another tensor than was saved."""

@@ -83,12 +83,14 @@ class _Loans:
 class Neighbours:
     """Of one rank. Runs on the commit thread, at the same iterations in all ranks of the node."""
 
-    def __init__(self, paths: MemoryPaths, *, owner: int, owners: Sequence[int]) -> None:
+    def __init__(self, paths: MemoryPaths, *, owner: int, owners: Sequence[int], private: Sequence[str] = ()) -> None:
         """
         Args:
             owner: this rank.
             owners: all ranks of the node, this one included, in order.
+            private: names of tensors begin so that are each rank's own, and equal by chance only; alike on all ranks.
         """
+        self._private = tuple(private)
         self._paths = paths
         self._owners = tuple(owners)
         self._me = self._owners.index(owner)
@@ -165,7 +167,7 @@ class Neighbours:
         places: dict[tuple[str, int], dict[int, int]] = {}
         for rank in range(len(self._owners)):
             for index, item in enumerate(self._manifests[rank][1].items):
-                if item.length >= MIN_BYTES:
+                if item.length >= MIN_BYTES and not item.name.startswith(self._private):
                     places.setdefault((item.name, item.length), {})[rank] = index
         shared = {key: where for key, where in places.items() if len(where) > 1}
         positions = np.full((len(self._owners), len(shared)), -1, np.intp)

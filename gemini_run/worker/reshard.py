@@ -18,9 +18,11 @@ import torch
 from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.plan.manifest import Item
 from gemini_run.plan.region import Region, overlap
+from gemini_run.terminal import say
 from gemini_run.wire import MemoryPaths, Reshard
 from gemini_run.worker.codec import Json, unpack_objects
 from gemini_run.worker.components import Component, Generators
+from gemini_run.worker.data import Position
 from gemini_run.worker.layout import PayloadReader, chunk_of, dtensor_of, local_of
 from gemini_run.worker.restore import check_names
 from gemini_run.worker.shards import Shard, Shards
@@ -57,7 +59,16 @@ def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, ra
         for component in components:  # generators come last: loading the others may draw from them
             if isinstance(component, Generators) and rank >= told.world_size:
                 continue
+            if isinstance(component, Position):
+                if rank == 0:
+                    say(
+                        f"warning: {component.name}: its position is that of one of {told.world_size} ranks, whose share "
+                        "of the data is another now: the pass begins anew"
+                    )
+                continue
             component.restore(static[component.name], dynamic[component.name], reader)
+        for component in components:
+            component.settle()
     return Resharded(told.iteration, told.world_size, reader.num_bytes, time.perf_counter() - started)
 
 
@@ -102,6 +113,10 @@ class ShardsReader(PayloadReader):
     def fits(self, index: int, live: torch.Tensor) -> bool:
         item = self.manifest.items[index]
         return str(live.dtype) == f"torch.{item.dtype}" and tuple(live.shape) == _whole(item)
+
+    def restride(self, index: int, live: torch.Tensor) -> None:
+        if self.manifest.items[index].global_shape is None:
+            super().restride(index, live)
 
     def into(self, index: int, live: torch.Tensor, name: str) -> None:
         item = self.manifest.items[index]

@@ -12,8 +12,9 @@ from gemini_run.memory.settle import fill
 from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
+from gemini_run.worker.arguments import RESERVED_NAMES
 from gemini_run.worker.codec import unpack_objects
-from gemini_run.worker.components import RESERVED_NAMES, Component
+from gemini_run.worker.components import Component
 from gemini_run.worker.layout import PayloadReader
 
 
@@ -54,6 +55,8 @@ def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, 
     reader = PayloadReader(manifest, slot.payload(header))
     for component in components:  # generators come last: loading the others may draw from them
         component.restore(static[component.name], dynamic[component.name], reader)
+    for component in components:
+        component.settle()
     return Restored(iteration, slot, manifest, index, header.payload_length, time.perf_counter() - started)
 
 

@@ -65,7 +65,6 @@ def test_mistakes_get_one_line_and_exit_code_2(capfd: pytest.CaptureFixture[str]
         (["--replicas", "two", "t.py"], "--replicas"),
         (["--no-such-option", "t.py"], "--no-such-option"),
         (["--nnodes", "2", "--replicas", "3", "--rdzv-id", "x", "t.py"], "--replicas 3"),
-        (["--nnodes", "2", "t.py"], "--rdzv-id"),
         (["--nnodes", "many", "t.py"], "--nnodes many"),
         (["--memory-dir", "/no/such/place", "t.py"], "/no/such/place"),
         (["--config", "/no/such/file", "t.py"], "/no/such/file"),

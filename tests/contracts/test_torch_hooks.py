@@ -1,4 +1,7 @@
-"""What `agent/elastic.py` and `agent/launch.py` rely on in the installed torch. A failure here names what changed."""
+"""What `agent/elastic.py`, `agent/launch.py` and `worker/fetching.py` rely on in the installed torch.
+
+A failure here names what changed.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api as launcher_api
+from torch.utils.data import dataloader
 
 from gemini_run.plan.recovery import worker_ranks
 
@@ -107,3 +111,15 @@ def test_ranks_of_workers_are_those_that_torch_gives() -> None:
             first, world_size, first_of_role, role_world_size = worker_ranks(nodes, node_rank)
             mine = [(first + i, world_size, first_of_role + i, role_world_size) for i in range(nodes[node_rank][0])]
             assert mine == workers
+
+
+def test_a_data_loaders_iterator_has_the_names_that_ours_overrides() -> None:
+    """`worker.fetching`: the first index batch of a resumed pass goes to the worker whose turn it is."""
+    iterator = dataloader._MultiProcessingDataLoaderIter
+    assert "self._worker_queue_idx_cycle" in inspect.getsource(iterator._reset)
+    assert "next(self._worker_queue_idx_cycle)" in inspect.getsource(iterator._try_put_index)
+    assert "self._try_put_index()" in inspect.getsource(iterator._reset)
+    assert "_MultiProcessingDataLoaderIter(self)" in inspect.getsource(dataloader.DataLoader._get_iterator)
+    # The base seed is drawn after the first iter() of the index sampler, worker processes begin before the second.
+    assert "iter(self._index_sampler)" in inspect.getsource(dataloader._BaseDataLoaderIter.__init__)
+    assert "self._reset(loader, first_iter=True)" in inspect.getsource(iterator.__init__)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from gemini_run.wire import ENV_WORKER, MemoryPaths, WorkerContext
 
@@ -38,3 +39,9 @@ def as_worker(
         return changed
 
     yield become
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_of_the_first_step() -> None:
+    """Once here, and not in each forked process."""
+    torch.optim.SGD([torch.zeros(1)]).step()

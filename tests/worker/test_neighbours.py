@@ -139,3 +139,18 @@ def test_a_neighbour_whose_slot_is_not_there(node: Node) -> None:
     with pytest.raises(ReplicaCorrupt, match="rank 5's slot of iteration 1 is not here"):
         node.neighbours[0].compare(slot, header, slot.manifest(header))
     slot.close()
+
+
+def test_what_is_each_ranks_own_is_never_borrowed(tmp_path: Path) -> None:
+    """Equal by chance, and different the next time: neither news nor void."""
+    node = Node(tmp_path, 2)
+    node.neighbours = [
+        Neighbours(node.paths, owner=owner, owners=node.owners, private=["rng.", "loader."]) for owner in node.owners
+    ]
+    own = {"rng.torch": bytes(5000), "loader.start": bytes(8192)}
+    node.snapshot(1, state(1, **own), state(1, **own))
+    assert all("rng.torch" not in told and "loader.start" not in told for told in node.told())
+    assert any(told.values() for told in node.told())
+    other = {"rng.torch": bytes([1]) * 5000, "loader.start": bytes([1]) * 8192}
+    verdicts = node.snapshot(2, state(1, **own), state(1, **other))
+    assert [(v.void, v.parted) for v in verdicts] == [(False, ())] * 2
