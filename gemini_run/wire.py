@@ -111,6 +111,11 @@ class MemoryPaths:
         """Where the shards are that this round's ranks are made from (Reshard), after a change of the world size."""
         return self.root / "reshard.json"
 
+    @property
+    def durable_refused(self) -> Path:
+        """Iterations of the durable tier that workers could not make their state from (a JSON list)."""
+        return self.root / "durable_refused.json"
+
     def slot(self, owner: int, index: int) -> Path:
         """Slot `index` of the shard owned by global rank `owner` (own shard or a peer's replica)."""
         return self.slots / f"r{owner:05d}.{index}"

@@ -127,7 +127,11 @@ class RestartBudget:
         if last is not None:
             if _newer(failure.iteration, last.iteration):
                 self.left = self.limit
-            elif failure.exitcode > 0 and _of_the_script(failure) == _of_the_script(last):
+            elif (
+                failure.exitcode > 0
+                and failure.exitcode != EXIT_REPLAN
+                and _of_the_script(failure) == _of_the_script(last)
+            ):
                 what = "exception" if failure.exception else "exit code"
                 self.hopeless = f"the same {what} at the same iteration twice in a row is the script's own"
                 self.left = 0
@@ -369,7 +373,9 @@ class GeminiAgent(LocalElasticAgent):
         # A worker whose peer was lost fails too, a moment later: that is the peer's failure, not one of its own.
         ours = failure.exitcode in (EXIT_REPLAN, EXIT_FATAL)
         consequence = failure.exitcode > 0 and not ours and self._peer_failed()
-        restart = consequence or failure.exitcode == EXIT_REPLAN
+        # A refused slot is refused for good, so that this ends by itself; shards of another world are not.
+        free = failure.exitcode == EXIT_REPLAN and not self._resharded()
+        restart = consequence or free
         if failure.exitcode == EXIT_FATAL:
             _, _, reason = (failure.exception or "see its log").partition(": ")
             self.fatal = GeminiError(f"rank {failure.rank}: {reason or failure.exception}")
@@ -397,6 +403,10 @@ class GeminiAgent(LocalElasticAgent):
         # torch's loop takes one and restarts if it found any: one is granted for each allowed restart.
         self._remaining_restarts = 1 if restart else 0
         self.grace = _RESTART_GRACE if restart else self._shutdown_timeout
+
+    def _resharded(self) -> bool:
+        present = self._rendezvous_handler.round
+        return present is not None and present.resharded
 
     def _num_nodes(self) -> int:
         return self._worker_group.group_world_size or 1

@@ -95,6 +95,10 @@ class Joining:
             if (full and me in forming.coming) or (self._before is None and not forming.place_for(me)):
                 state.wait_list.discard(ctx.node)  # there it would have all others re-form
                 return dynamic_rendezvous._Action.ADD_TO_REDUNDANCY_LIST
+            if self._before is None and state.round > 0 and not state.complete and me not in forming.coming:
+                # A place that is empty for a moment is that of a member which re-forms.
+                self._free_since = self._free_since or time.monotonic()
+                return _hold(ctx) if time.monotonic() - self._free_since < PLACE_SECONDS else None
             return None
         if forming.place_for(me):
             self._free_since = self._free_since or time.monotonic()

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gemini_run.agent.reshard import check_copy, held_by, tell_workers
+from gemini_run.agent.reshard import check_copy, durable_refused, held_by, tell_workers
 from gemini_run.agent.runtime import NodeRuntime, PeerNode
 from gemini_run.errors import DurableError, FormatVersionError, GeminiError, PeerLost, ReplicaCorrupt, Unrecoverable
-from gemini_run.memory.segment import SlotInfo, read_beacons, remove_other_worlds
+from gemini_run.memory.segment import SlotInfo, read_beacons
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot
@@ -85,15 +85,24 @@ class Recovery:
     Args:
         number: of the round that is being formed.
         node_rank: of this node; `nodes` are all nodes in node-rank order.
+        continues: this agent was in the round before.
     """
 
     def __init__(
-        self, runtime: NodeRuntime, gather: Gather, *, number: int, node_rank: int, nodes: Sequence[PeerNode]
+        self,
+        runtime: NodeRuntime,
+        gather: Gather,
+        *,
+        number: int,
+        node_rank: int,
+        nodes: Sequence[PeerNode],
+        continues: bool = False,
     ) -> None:
         self._runtime = runtime
         self._memory = runtime.memory
         self._gather = gather
         self._number = number
+        self._continues = continues
         self._me = node_rank
         self._nodes = tuple(nodes)
         self._ranks = rank_ranges([node.local_world_size for node in nodes])
@@ -113,6 +122,7 @@ class Recovery:
         facts: list[dict[str, Any]] = []
         for attempt in range(ATTEMPTS):
             facts = self._gather(f"facts/{attempt}", self._facts())
+            self._durable_excluded |= {int(iteration) for said in facts for iteration in said["durable_refused"]}
             plan = self._plan(attempt, facts)
             self._refuse_to_go_behind(plan, facts)
             if plan.source == "none" and self._runtime.settings.require_checkpoint:
@@ -150,7 +160,8 @@ class Recovery:
             "start": int(notes.get("start", 0)),
             "furthest": int(notes.get("furthest", 0)),
             "durable_at": max(self._runtime.durable_at, float(notes.get("durable_at", 0))),
-            "knows": bool(notes),
+            "continues": self._continues,
+            "durable_refused": durable_refused(self._memory),
             "unknown": [f"{info.path}: {info.problem}" for info in self._memory.scan() if info.unknown_version],
         }
 
@@ -196,9 +207,11 @@ class Recovery:
         ]
         excluded = frozenset(self._excluded)
         plan = plan_recovery(nodes, excluded=excluded)
-        # The durable tier is filled from memory: where memory is whole and a node remembers this run, it cannot
-        # be behind, and nobody waits for a listing.
-        if self._runtime.settings.durable is None or (plan.source == "memory" and any(said["knows"] for said in facts)):
+        # The durable tier is filled from memory: where memory is whole and a node was in the round before, it cannot
+        # be behind, and nobody waits for a listing. A node that was away knows nothing of what was stored since.
+        if self._runtime.settings.durable is None or (
+            plan.source == "memory" and any(said["continues"] for said in facts)
+        ):
             return plan
         iteration, world_size = self._newest_durable(attempt) or (None, None)
         return plan_recovery(nodes, iteration, world_size, excluded=excluded)
@@ -394,16 +407,11 @@ class Recovery:
             header = info.header
             if header is None:
                 return False
-            if header.world_size != self._world_size and plan.source == "memory":
-                return (header.world_size, header.iteration) != (plan.world_size, start)
             return header.iteration > start or not on_course(header.round, header.iteration, history)
 
         self._refuse(superseded)
-        if plan.iteration is None:
-            pass
-        elif plan.world_size == self._world_size:
-            remove_other_worlds(self._memory.paths, self._world_size)
-        else:
+        # Slots of other worlds stay until the first commit of this one: what it goes on from may lack replicas.
+        if plan.iteration is not None and plan.world_size != self._world_size:
             tell_workers(
                 self._memory, plan, self._nodes, node_rank=self._me, number=self._number,
                 durable=self._runtime.settings.durable,

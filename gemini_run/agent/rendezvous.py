@@ -348,7 +348,9 @@ class GeminiRendezvous(RendezvousHandler):
         store = self._store_server() if me == 0 else None
         if store is not None:
             exchange.publish("store", {"host": self._address, "port": store.port})
-        outcome = Recovery(self._runtime, exchange.gather, number=number, node_rank=me, nodes=nodes).run()
+        outcome = Recovery(
+            self._runtime, exchange.gather, number=number, node_rank=me, nodes=nodes, continues=self.round is not None
+        ).run()
         where = exchange.read("store")
         host, port = str(where["host"]), int(where["port"])
         self._store = store or self._reach_store(host, port, lambda: self._check_intact(members, torch_round))

@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -227,12 +228,19 @@ def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[Memo
         return []
 
 
-def remove_other_worlds(paths: MemoryPaths, world_size: int) -> None:
-    """Remove the slots of worlds of another size, but for those that the durable tier reads."""
+def remove_other_worlds(paths: MemoryPaths, world_size: int, written: Collection[int] = ()) -> None:
+    """Remove the slots of worlds of another size, but for those that the durable tier reads.
+
+    Args:
+        written: owners whose slots workers of this node write now. A writer may have any of their files mapped: they
+            are left for it to write over.
+    """
     for info in scan_slots(paths):
         header = info.header
-        if header is not None and header.world_size != world_size and not (info.usable and header.hold):
-            info.path.unlink(missing_ok=True)  # other ranks of the node may do the same
+        if header is None or header.world_size == world_size or header.owner in written:
+            continue
+        if not (info.usable and header.hold):
+            info.path.unlink(missing_ok=True)
 
 
 def ended_runs(base: Path = DEFAULT_MEMORY_BASE) -> list[tuple[Path, int]]:

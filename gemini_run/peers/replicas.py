@@ -18,19 +18,28 @@ class ReplicaSlots:
         self.owner = owner
         self._slots: dict[int, Slot] = {}
         self._iterations: dict[int, int] = {}
+        self._worlds: dict[int, int] = {}  # index -> world size of what was found there
+        self._received = False
 
     def newest(self) -> SlotHeader | None:
         """Of the complete ones, whichever round or process wrote it."""
         held = [info.header for info in scan_slots(self._paths) if info.usable and info.header]
         return max((h for h in held if h.owner == self.owner), key=lambda header: header.iteration, default=None)
 
-    def writable(self, keep: int, capacity: int) -> tuple[int, Slot]:
-        """A slot with room that does not hold iteration `keep`, locked and torn. Raises: MemoryFull."""
+    def writable(self, keep: int, capacity: int, world_size: int) -> tuple[int, Slot]:
+        """A slot with room that does not hold iteration `keep`, locked and torn.
+
+        Slots of a world of another size than `world_size` are kept until one of this world was received, and so until
+        that one is committed: what this round went on from may have lost copies.
+
+        Raises: MemoryFull.
+        """
         index = 0
         while True:
             slot = self._slots.get(index) or self._open(index, capacity)
             # Asked before its size: one that is too small may still be the one to keep.
-            if self._iterations.get(index) != keep and not slot.header_hold() and slot.try_lock():
+            kept = self._iterations.get(index) == keep or self._is_of_another(world_size, index)
+            if not kept and not slot.header_hold() and slot.try_lock():
                 if slot.capacity < capacity:
                     with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
                         slot.close()
@@ -43,6 +52,7 @@ class ReplicaSlots:
 
     def done(self, index: int, iteration: int) -> None:
         self._iterations[index] = iteration
+        self._received = True
         self._slots[index].unlock()
 
     def abandon(self, index: int) -> None:
@@ -61,7 +71,11 @@ class ReplicaSlots:
             return slot  # whatever it was, it is about to be overwritten
         if header.complete:
             self._iterations[index] = header.iteration
+            self._worlds[index] = header.world_size
         return slot
+
+    def _is_of_another(self, world_size: int, index: int) -> bool:
+        return not self._received and self._worlds.get(index, world_size) != world_size
 
     def _create(self, index: int, capacity: int) -> Slot:
         path = self._paths.slot(self.owner, index)

@@ -134,7 +134,7 @@ class Exchange:
         whole = {source: page for source, page in theirs.items() if page.complete}
         try:
             for source, page in whole.items():
-                index, target = self._replicas[source].writable(keep[source], page.end)
+                index, target = self._replicas[source].writable(keep[source], page.end, page.world_size)
                 incoming.append(Incoming(source, page, index, target))
             self._fronts(slot, header, targets, incoming)
             for entry in incoming:

@@ -142,11 +142,11 @@ class Snapshotter:
         self._iterations[index] = iteration
 
     def spare(self, iteration: int) -> None:
-        """This rank restored from slots of `iteration` of another world, of which one may lie under this rank's own
-        names: it is kept until a newer iteration is committed."""
+        """This rank restored from slots of `iteration` of another world. Those that lie under this rank's own names,
+        and those of the iteration before, are kept until a newer one is committed."""
         for info in scan_slots(self._paths):
             header = info.header
-            if header and info.usable and (header.owner, header.iteration) == (self._owner, iteration):
+            if header and info.usable and header.owner == self._owner and header.world_size != self._world_size:
                 self._iterations[int(info.path.suffix[1:])] = iteration
 
     def preflight(self) -> None:
@@ -164,7 +164,7 @@ class Snapshotter:
         needed = self._node_slots * capacity
         for last in (False, False, True):
             # Other ranks make their slots at this moment: a file may be missed between two looks.
-            there = free_bytes(self._paths.slots) + occupied_bytes(self._paths)
+            there = free_bytes(self._paths.slots) + occupied_bytes(self._paths) - self._bytes_of_other_worlds()
             if needed <= there:
                 break
             if not last:
@@ -287,6 +287,11 @@ class Snapshotter:
         self._slots[index] = slot
         self._addresses[index] = address_of(slot.view)
         return slot
+
+    def _bytes_of_other_worlds(self) -> int:
+        """Of slots that are kept until this world has committed an iteration."""
+        headers = [info.header for info in scan_slots(self._paths) if info.usable]
+        return sum(header.end for header in headers if header and header.world_size != self._world_size)
 
     def _capacity(self, manifest_length: int, num_items: int, payload_length: int) -> int:
         return layout(manifest_length, num_items, payload_length)[3] + OBJECTS_RESERVE

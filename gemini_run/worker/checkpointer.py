@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
+from gemini_run.errors import DurableError, GeminiError, PeerLost, ReplicaCorrupt
 from gemini_run.memory.segment import remove_other_worlds
 from gemini_run.peers.group import form
 from gemini_run.peers.transport import Exchange
-from gemini_run.plan.placement import placement
+from gemini_run.plan.placement import Placement, placement
 from gemini_run.terminal import say
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
 from gemini_run.worker.arguments import components_of
@@ -122,7 +122,7 @@ class Checkpointer:
             self._begin(self._context)
         except ReplicaCorrupt as error:
             self._replan(error)
-        except PeerLost as error:  # while shards of another world were read from it
+        except (PeerLost, DurableError) as error:  # while shards of another world were read from there
             self._replan(error)
         except GeminiError as error:
             self._fatal(error)
@@ -223,11 +223,22 @@ class Checkpointer:
         if not self._imports_recorded:
             self._imports_recorded = True
             record_imports()
-        if self._context is not None and self._context.reshard_from is not None and not self._old_world_left:
+        if self._context is not None and not self._old_world_left:
             self._old_world_left = True
             if self._local_rank == 0:
-                remove_other_worlds(self._paths, self._world_size)
+                remove_other_worlds(self._paths, self._world_size, self._written_here(self._context))
         self._progress.committed(iteration)
+
+    def _written_here(self, context: WorkerContext) -> set[int]:
+        """Ranks whose slots workers of this node write: its own, and those that it keeps replicas of."""
+        nodes = {context.node_rank}
+        if context.replicas > 1:
+            nodes.update(self._placement(context).receives_from(context.node_rank))
+        size = self._local_world_size
+        return {rank for node in nodes for rank in range(node * size, (node + 1) * size)}
+
+    def _placement(self, context: WorkerContext) -> Placement:
+        return placement(context.num_nodes, context.replicas, domains=context.failure_domains)
 
     def _boundary(self) -> None:
         for component in self._components:
@@ -282,7 +293,7 @@ class Checkpointer:
         context = self._context
         if context is None or context.replicas < 2:
             return None
-        plan = placement(context.num_nodes, context.replicas, domains=context.failure_domains)
+        plan = self._placement(context)
         group = next(i for i, members in enumerate(plan.groups) if context.node_rank in members)
         first_ranks = tuple(node * self._local_world_size for node in range(context.num_nodes))
         peers = form(
@@ -326,7 +337,7 @@ class Checkpointer:
         self._notice.daemon = True
         self._notice.start()
 
-    def _replan(self, error: ReplicaCorrupt | PeerLost) -> NoReturn:
+    def _replan(self, error: GeminiError) -> NoReturn:
         self._progress.event("replica_refused", reason=str(error))
         say(f"rank {self._rank} refuses its checkpoint, the next source is taken: {error}")
         _leave(EXIT_REPLAN)

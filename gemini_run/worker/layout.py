@@ -194,7 +194,12 @@ class PlanBuilder:
 
 
 def chunk_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape of the whole tensor, offsets of this rank's chunk in it)."""
+    """(shape of the whole tensor, offsets of this rank's chunk in it).
+
+    Raises: UnsupportedState for a DTensor of which the ranks hold summands.
+    """
+    if any(placement.is_partial() for placement in dtensor.placements):
+        raise UnsupportedState(f"a DTensor with placements {dtensor.placements} has no value before it is reduced")
     # Private module, public name in DCP's own planner; tests/worker pins it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

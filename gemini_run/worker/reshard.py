@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
+from gemini_run.journal import write_json_atomic
 from gemini_run.plan.manifest import Item
 from gemini_run.plan.region import Region, overlap
 from gemini_run.terminal import say
@@ -47,8 +48,17 @@ def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, ra
         ReplicaCorrupt, PeerLost, DurableError: something cannot be read, or fails its checksum.
         GeminiError: the live objects are not those that were saved.
     """
-    started = time.perf_counter()
     told = _told(paths)
+    try:
+        return _restore(components, told, rank)
+    except ReplicaCorrupt:
+        if told.durable is not None:
+            _refuse_durable(paths, told.iteration)
+        raise
+
+
+def _restore(components: Sequence[Component], told: Reshard, rank: int) -> Resharded:
+    started = time.perf_counter()
     with Shards(told) as shards:
         base = shards[rank % told.world_size]
         saved, static, dynamic = unpack_objects(base.objects())
@@ -62,14 +72,23 @@ def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, ra
             if isinstance(component, Position):
                 if rank == 0:
                     say(
-                        f"warning: {component.name}: its position is that of one of {told.world_size} ranks, whose share "
-                        "of the data is another now: the pass begins anew"
+                        f"warning: {component.name}: its position is that of one of {told.world_size} ranks, whose "
+                        "share of the data is another now: the pass begins anew"
                     )
                 continue
             component.restore(static[component.name], dynamic[component.name], reader)
         for component in components:
             component.settle()
     return Resharded(told.iteration, told.world_size, reader.num_bytes, time.perf_counter() - started)
+
+
+def _refuse_durable(paths: MemoryPaths, iteration: int) -> None:
+    """Tell the agent not to take that one again."""
+    try:
+        known = json.loads(paths.durable_refused.read_text())
+    except (OSError, ValueError):
+        known = []  # the first
+    write_json_atomic(paths.durable_refused, sorted({*known, iteration}))
 
 
 def _told(paths: MemoryPaths) -> Reshard:

@@ -105,6 +105,7 @@ class PeerShard(Shard):
         self.manifest = header.checked_manifest(text, self._where)
         table = self._slot.read(header.checksums_offset, 8 * header.num_items)
         self.checksums = header.checked_table(table, self._where)
+        self._slot.close()  # it connects again when it is read: a rank may look at the manifests of very many others
 
     def objects(self) -> bytes:
         header = self._header

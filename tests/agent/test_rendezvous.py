@@ -40,6 +40,7 @@ from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
 from gemini_run.memory.slots import Slot
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import RunPaths
+from gemini_run.worker.export import export_dcp
 
 PATIENCE = 60.0  #: seconds after which a test counts as hung
 
@@ -423,6 +424,49 @@ def test_copies_that_cannot_be_kept_apart_are_said_once(
 
 def peer_of(node: Node) -> PeerNode:
     return node.rendezvous._myself()
+
+
+def test_what_another_world_left_outlives_a_round_that_goes_on_from_its_own(job: Callable[..., Job]) -> None:
+    """Iteration 6 of two ranks may have no replicas yet: 5 of three ranks is what there is if a node is lost now."""
+    run = job(2)
+    nodes = [run.node(), run.node()]
+    run.form(*nodes)
+    for rank, node in enumerate(by_rank(nodes)):
+        for owner in range(3):
+            node.slot(owner, 5, 3)
+        node.slot(rank, 6, 2)
+    plans = [r.plan for r in run.form(*nodes)]
+    assert {(plan.iteration, plan.world_size) for plan in plans} == {(6, 2)}
+    for rank, node in enumerate(by_rank(nodes)):
+        for owner in range(3):
+            assert node.memory.find(owner, 5, 3)
+        assert node.memory.find(rank, 6, 2)
+    by_rank(nodes)[1].dies()
+    survivor = by_rank(nodes)[0]
+    assert survivor.wakes()
+    [old, _] = run.form(survivor, run.node())
+    assert (old.plan.source, old.plan.iteration, old.plan.world_size) == ("memory", 5, 3)
+
+
+def test_who_was_away_asks_the_durable_tier_what_it_missed(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Its memory holds a whole iteration, of long ago."""
+    run = job(2)
+    location = tmp_path / "durable"
+    location.mkdir()
+    settings = Settings(durable=str(location))
+    nodes = [run.node(settings), run.node(settings)]
+    run.form(*nodes)
+    for node in nodes:
+        for owner in range(2):
+            node.slot(owner, 6, 2)
+    newer = {owner: tmp_path / f"newer{owner}" for owner in range(2)}
+    for owner, path in newer.items():
+        write_slot(path, iteration=50, tensors={"w": bytes([owner]) * 5000}, owner=owner, world_size=2)
+    export_dcp(newer, location, run_id="job", now=0.0)
+    assert {r.plan.source for r in run.form(*nodes)} == {"memory"}, "they were there all the time"
+    for node in nodes:
+        node.rendezvous.round = None  # as of an agent that has come back after others took the places
+    assert {(r.plan.source, r.plan.iteration) for r in run.form(*nodes)} == {("durable", 50)}
 
 
 def test_all_copies_of_a_rank_lost_without_a_durable_tier(

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gemini_run.agent.reshard import check_copy, tell_workers
+from gemini_run.agent.reshard import check_copy, durable_refused, tell_workers
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.agent.server import AgentServer
 from gemini_run.errors import ReplicaCorrupt
@@ -149,15 +149,18 @@ def test_a_job_goes_on_with_other_numbers_of_ranks(kind: str, sizes: Sequence[in
     ended = worlds.run(kind, sizes[0], 4)
     for step, ranks in enumerate(sizes[1:], 1):
         plan = worlds.plan(ranks)
-        assert (plan.source, plan.iteration, plan.world_size) == ("memory", 3 + step, sizes[step - 1])
-        ended_before, ended = ended, worlds.run(kind, ranks, 4 + step, plan=plan)
+        total = 4 + 3 * step  # snapshots at the first of the three iterations, since the world is new, and the last
+        assert (plan.source, plan.iteration, plan.world_size) == ("memory", total - 3, sizes[step - 1])
+        ended_before, ended = ended, worlds.run(kind, ranks, total, plan=plan)
         for rank, state in enumerate(worlds.before):
             old = ended_before[rank % len(ended_before)]
             same(state, old, generators=rank < len(ended_before))
-        assert ended[0]["iteration"] == 4 + step and len(ended[0]["log"]["losses"]) == 4 + step
-        # Two slots a rank, and nothing of the old world once the new one has its own.
-        headers = [info.header for info in worlds.nodes[0][0].scan() if info.usable]
-        assert {header.world_size for header in headers if header} == {ranks}
+        assert ended[0]["iteration"] == total and len(ended[0]["log"]["losses"]) == total
+        memory = worlds.nodes[0][0]
+        assert all(memory.find(rank, i, ranks) for rank in range(ranks) for i in (total - 2, total))
+        # The slots of the old world are written over, or gone with the ranks that there are no more.
+        files = list(memory.paths.slots.iterdir())
+        assert {int(file.name[1:6]) for file in files} == set(range(ranks)) and len(files) <= 3 * ranks
 
 
 def test_hsdp_becomes_fsdp_and_fsdp_ddp_and_back(worlds: Worlds) -> None:
@@ -196,6 +199,24 @@ def test_shards_come_from_the_durable_tier(worlds: Worlds) -> None:
     worlds.run("fsdp", 2, 5, on=(node,), plan=plan, durable=scratch)
     for rank, state in enumerate(worlds.before):
         same(state, ended[rank])
+
+
+def test_a_damaged_durable_checkpoint_is_not_tried_again(worlds: Worlds) -> None:
+    worlds.run("fsdp", 2, 4)
+    memory = worlds.nodes[0][0]
+    worlds.plan(1)
+    paths = {owner: info.path for owner in range(2) if (info := memory.find(owner, 4))}
+    scratch = worlds.tmp_path / "durable"
+    scratch.mkdir()
+    folder = export_dcp(paths, scratch, run_id="test", now=0.0)
+    for file in folder.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        file.write_bytes(data)
+    node = worlds.node()
+    plan = plan_recovery(worlds.facts((node,), 1), 4, 2)
+    worlds.run("fsdp", 1, 5, on=(node,), plan=plan, durable=scratch, codes=EXIT_REPLAN)
+    assert durable_refused(worlds.nodes[node][0]) == [4]
 
 
 def test_a_damaged_shard_is_refused_before_anybody_reads_it_and_when_it_is_read(worlds: Worlds) -> None:
