@@ -210,7 +210,7 @@ class Checkpointer:
     def _reshard(self, context: WorkerContext) -> None:
         from gemini_run.worker.reshard import restore_resharded  # pulls in the durable tier
 
-        made = restore_resharded(self._components, self._paths, rank=self._rank)
+        made = restore_resharded(self._components, self._paths, rank=self._rank, round=context.round)
         self._iteration = made.iteration
         self._snapshotter.spare(made.iteration)
         self._progress.event(

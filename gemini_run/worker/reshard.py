@@ -39,7 +39,7 @@ class Resharded:
     seconds: float
 
 
-def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, rank: int) -> Resharded:
+def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, rank: int, round: int) -> Resharded:
     """Load what this rank of the new world starts with, from the shards that the agent named.
 
     A rank that has no counterpart in the old world keeps the random number generators that the script seeded.
@@ -49,6 +49,8 @@ def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, ra
         GeminiError: the live objects are not those that were saved.
     """
     told = _told(paths)
+    if told.round != round:
+        raise ReplicaCorrupt(f"{paths.reshard}: of round {told.round}, this is round {round}")
     try:
         return _restore(components, told, rank)
     except ReplicaCorrupt:
