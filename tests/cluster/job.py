@@ -26,6 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_run
 
 WIDTH = 48
+#: DDP's reducer ends gloo's threads as it goes, with the GIL held, and one of these may just be waiting for the GIL to let
+#: go of the last allreduce (seen in torch 2.13, under load): it must outlive main() by a moment.
+KEPT: list[object] = []
 
 
 def main() -> None:
@@ -62,6 +65,7 @@ def main() -> None:
             "cpu", (dist.get_world_size(),)))  # fmt: skip
     else:
         wrapped = DistributedDataParallel(model)
+    KEPT.append(wrapped)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     log: dict[str, list[float]] = {"losses": []}
