@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from gemini_run.worker import codec
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Component, few, fresh_tensor, unique_bytes
 from gemini_run.worker.layout import PayloadReader, PlanBuilder, StructureChanged, dtensor_of, local_of
-from gemini_run.worker.unchanged import Lie, same
+from gemini_run.worker.unchanged import Lie, same, same_values, values_of
 
 _ADAM_LIKE = 2  # moments of the parameter's size
 
@@ -36,6 +36,8 @@ class Optimizer(Component):
         self._keys: list[Any] = []
         self._states: list[dict[Any, Any]] = []
         self._sizes: list[int] = []
+        self._whole: list[Mapping[str, Any]] = []  #: entries that hold nothing but tensors
+        self._values: list[Any] = []
         self._tensors: list[tuple[dict[Any, Any], Any, torch.Tensor]] = []
         self._others: list[tuple[int, dict[Any, Any], list[Any]]] = []
         self._lie = Lie([])
@@ -62,8 +64,10 @@ class Optimizer(Component):
         self._keys = list(self.optimizer.state.keys())
         self._states = list(self.optimizer.state.values())
         self._sizes = [len(entries) for entries in self._states]
+        self._whole = []
         self._tensors = []
         self._others = []
+        tensors: list[torch.Tensor] = []
         state = []
         for position, parameter in self._positions():
             entries = self.optimizer.state.get(parameter)
@@ -74,12 +78,16 @@ class Optimizer(Component):
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
                     leaves[key] = builder.add(f"{self.name}.state.{label}.{key}", value)
-                    self._tensors.append((entries, key, value))
             others = [key for key in entries if key not in leaves]
             if others:
                 self._others.append((position, entries, others))
+                self._tensors += [(entries, key, entries[key]) for key in leaves]
+            else:
+                self._whole.append(entries)
+            tensors += [entries[key] for key in leaves]
             state.append([position, _table(leaves)])
-        self._lie = Lie([value for _, _, value in self._tensors])
+        self._values = values_of(self._whole)
+        self._lie = Lie(tensors)
         start = 0
         params = []
         for group in self.optimizer.param_groups:
@@ -96,6 +104,7 @@ class Optimizer(Component):
             or not same(state.keys(), self._keys)
             or not same(state.values(), self._states)
             or list(map(len, self._states)) != self._sizes
+            or not same_values(self._whole, self._values)
             or not all(entries.get(key) is value for entries, key, value in self._tensors)
             or not self._lie.holds()
         ):

@@ -18,19 +18,23 @@ class Lie:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._plain = [t for t in tensors if dtensor_of(t) is None and not is_lazy(t)]
+        self._pointers = list(map(torch.Tensor.data_ptr, self._plain))
+        self._strides = list(map(torch.Tensor.stride, self._plain))
+        self._trained = list(map(_requires_grad, self._plain))
         self._sharded = [t for t in tensors if dtensor_of(t) is not None]
-        self._were = self._are()
+        self._shards = self._shards_now()
 
-    def _are(self) -> tuple[list[Any], ...]:
-        return (
-            list(map(torch.Tensor.data_ptr, self._plain)),
-            list(map(torch.Tensor.stride, self._plain)),
-            list(map(_requires_grad, self._plain)),
-            [(local_of(t).data_ptr(), t.requires_grad) for t in self._sharded],
-        )
+    def _shards_now(self) -> list[tuple[int, bool]]:
+        return [(local_of(t).data_ptr(), t.requires_grad) for t in self._sharded]
 
     def holds(self) -> bool:
-        return self._are() == self._were
+        # One value at a time: thousands of tuples alive at once would set off the garbage collector.
+        return (
+            all(map(operator.eq, map(torch.Tensor.data_ptr, self._plain), self._pointers))
+            and all(map(operator.eq, map(torch.Tensor.stride, self._plain), self._strides))
+            and all(map(operator.is_, map(_requires_grad, self._plain), self._trained))
+            and self._shards_now() == self._shards
+        )
 
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -46,4 +50,5 @@ def values_of(tables: list[Mapping[str, Any]]) -> list[Any]:
 
 
 def same_values(tables: list[Mapping[str, Any]], before: list[Any]) -> bool:
+    """Whether the values of all tables are the very objects in `before`."""
     return same(values_of(tables), before)
