@@ -19,7 +19,7 @@ import torch
 
 from gemini_run.errors import FormatVersionError, ReplicaCorrupt, UnsupportedState
 
-OBJECTS_VERSION = 1
+OBJECTS_VERSION = 2
 Json = Any
 
 #: gives the tree that stands for a tensor ({"$tensor": item index, ...}), called as (tensor, path)

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_run
 
 WIDTH = 48
-#: DDP's reducer ends gloo's threads as it goes, with the GIL held, and one of these may just be waiting for the GIL to let
-#: go of the last allreduce (seen in torch 2.13, under load): it must outlive main() by a moment.
+#: DDP's reducer ends gloo's threads as it goes, with the GIL held, and one of these may just be waiting for the GIL to
+#: let go of the last allreduce (seen in torch 2.13, under load): it must outlive main() by a moment.
 KEPT: list[object] = []
 
 
