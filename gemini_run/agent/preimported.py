@@ -143,7 +143,9 @@ class Preimported:
     def settled(self, seconds: float = 0.0) -> bool:
         """Whether its imports are done, waiting up to `seconds` for it; then `kind` and the rest are known."""
         if self.kind is None and self.usable:
-            if not select.select([self._socket], [], [], seconds)[0]:
+            poller = select.poll()  # not select(): an agent may have many files open
+            poller.register(self._socket, select.POLLIN)
+            if not poller.poll(seconds * 1e3):
                 return False
             try:
                 reply = self._receive(_FORK_SECONDS)
