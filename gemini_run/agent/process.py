@@ -93,7 +93,9 @@ class WorkerProcess:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-            select.select([self.pidfd], [], [], left)
+            poller = select.poll()  # not select(): its descriptors end at 1023
+            poller.register(self.pidfd, select.POLLIN)
+            poller.poll(None if left is None else left * 1e3)
         return code
 
     def stop(self, death_signal: signal.Signals, grace: float) -> None:

@@ -45,6 +45,12 @@ from gemini_run.worker.export import export_dcp
 PATIENCE = 60.0  #: seconds after which a test counts as hung
 
 
+def readable(descriptor: int, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(seconds * 1e3))
+
+
 class Node:
     """One node: memory, server and rendezvous, as the agent puts them together."""
 
@@ -92,7 +98,7 @@ class Node:
         self.memory.release(remove=True)
 
     def wakes(self) -> bool:
-        return bool(select.select([self.rendezvous.wake_fd], [], [], PATIENCE)[0])
+        return readable(self.rendezvous.wake_fd, PATIENCE)
 
     def ends(self) -> None:
         self.rendezvous._monitor.stop()
@@ -269,7 +275,7 @@ def test_a_failure_is_announced_to_all_peers(job: Callable[[int], Job]) -> None:
     rounds = run.form(*nodes)
     assert {r.number for r in rounds} == {1}
     for node in nodes:
-        assert not select.select([node.rendezvous.wake_fd], [], [], 0)[0]
+        assert not readable(node.rendezvous.wake_fd, 0)
         assert node.rendezvous.num_nodes_waiting() == 0
     assert nodes[1].rendezvous._on_reform({"round": 0}) == {}  # late, of a round that is over
     assert nodes[1].rendezvous.num_nodes_waiting() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -181,6 +182,22 @@ def test_another_environment_starts_cold(bench: Bench) -> None:
     assert bench.names().count("zygote_forked") == before
     if "zygote" in bench.folder.name:
         assert "OMP_NUM_THREADS" in bench.events[-1][1]["reason"]
+
+
+def test_an_agent_may_have_many_files_open(tmp_path: Path) -> None:
+    """Beyond 1023 descriptors select() fails."""
+    become_subreaper()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096) if hard > 0 else 4096, hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        bench = Bench(tmp_path, use_zygote=True)
+        assert bench.run()["torch_ready"]
+        bench.starter.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_dead_zygote_costs_speed_only(tmp_path: Path) -> None:
