@@ -187,13 +187,18 @@ def _boolean(value: Any) -> bool:
     raise ValueError("give true or false")
 
 
-def _read_file(file: Path) -> dict[str, Any]:
+def load_yaml(file: Path) -> Any:
+    """What ``--config`` names. Raises: ConfigError."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {file}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {file}: not YAML: {' '.join(str(error).split())}") from error
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    content = load_yaml(file)
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -151,15 +151,7 @@ class Episode:
         return True
 
     def freeze(self) -> bool:
-        node = self.some_node()
-        if node is None:
-            return False
-        seconds = self.rng.uniform(*FROZEN_SECONDS)
-        self.note(f"node {node.index} is frozen for {seconds:.1f} s")
-        node.freeze()
-        time.sleep(seconds)
-        node.thaw()
-        return True
+        return self.silence(self.some_node(), "is frozen", Node.freeze, Node.thaw)
 
     def member(self) -> bool:
         """Of the rendezvous' etcd, where the nodes run it; its agent starts it again."""
@@ -173,13 +165,17 @@ class Episode:
 
     def cut(self) -> bool:
         node = self.some_node() if self.args.network else None
+        return self.silence(node, "is cut off", Node.cut_link, Node.restore_link)
+
+    def silence(self, node: Node | None, what: str, begin: Callable[[Node], None], end: Callable[[Node], None]) -> bool:
+        """Nothing is heard of `node` for a while."""
         if node is None:
             return False
         seconds = self.rng.uniform(*FROZEN_SECONDS)
-        self.note(f"node {node.index}'s link is cut for {seconds:.1f} s")
-        node.cut_link()
+        self.note(f"node {node.index} {what} for {seconds:.1f} s")
+        begin(node)
         time.sleep(seconds)
-        node.restore_link()
+        end(node)
         return True
 
     def some_node(self) -> Node | None:

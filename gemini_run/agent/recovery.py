@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from gemini_run.agent.reshard import check_copy, durable_refused, held_by, tell_workers
+from gemini_run.agent.reshard import check_copy, held_by, tell_workers
 from gemini_run.agent.runtime import NodeRuntime, PeerNode
 from gemini_run.errors import DurableError, FormatVersionError, GeminiError, PeerLost, ReplicaCorrupt, Unrecoverable
-from gemini_run.memory.segment import SlotInfo, read_beacons
+from gemini_run.memory.segment import SlotInfo, durable_refused, read_beacons
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot
@@ -161,7 +161,7 @@ class Recovery:
             "furthest": int(notes.get("furthest", 0)),
             "durable_at": max(self._runtime.durable_at, float(notes.get("durable_at", 0))),
             "continues": self._continues,
-            "durable_refused": durable_refused(self._memory),
+            "durable_refused": durable_refused(self._memory.paths),
             "unknown": [f"{info.path}: {info.problem}" for info in self._memory.scan() if info.unknown_version],
         }
 

@@ -6,7 +6,6 @@ of their own, the old slots are all there is: nothing writes over them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from gemini_run.agent.runtime import PeerNode
@@ -38,15 +37,6 @@ def check_copy(memory: NodeMemory, plan: RecoveryPlan, owner: int) -> None:
         slot.verify()
     finally:
         slot.close()
-
-
-def durable_refused(memory: NodeMemory) -> list[int]:
-    """Iterations of the durable tier that workers of this node found damaged."""
-    try:
-        found = json.loads(memory.paths.durable_refused.read_text())
-    except (OSError, ValueError):
-        return []  # none
-    return [iteration for iteration in found if isinstance(iteration, int)] if isinstance(found, list) else []
 
 
 def tell_workers(

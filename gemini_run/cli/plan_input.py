@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from gemini_run.cli.quantities import bandwidth, count, duration, rate, size, whole
+from gemini_run.config import load_yaml
 from gemini_run.errors import ConfigError
 from gemini_run.plan.job import BYTES_PER_PARAMETER, Job
 
@@ -134,12 +133,7 @@ def _flag(name: str) -> str:
 
 
 def _read(file: Path) -> dict[str, tuple[str, str]]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file}: not YAML: {' '.join(str(error).split())}") from error
+    content = load_yaml(file)
     if not isinstance(content or {}, dict):
         raise ConfigError(f"--config {file}: expected keys and values, found a {type(content).__name__}")
     read = {}

@@ -243,6 +243,20 @@ def remove_other_worlds(paths: MemoryPaths, world_size: int, written: Collection
             info.path.unlink(missing_ok=True)
 
 
+def durable_refused(paths: MemoryPaths) -> list[int]:
+    """Iterations of the durable tier that workers of this node found damaged."""
+    try:
+        found = json.loads(paths.durable_refused.read_text())
+    except (OSError, ValueError):
+        return []  # none
+    return [iteration for iteration in found if isinstance(iteration, int)] if isinstance(found, list) else []
+
+
+def refuse_durable(paths: MemoryPaths, iteration: int) -> None:
+    """Tell this node's agent not to take that one again."""
+    write_json_atomic(paths.durable_refused, sorted({*durable_refused(paths), iteration}))
+
+
 def ended_runs(base: Path = DEFAULT_MEMORY_BASE) -> list[tuple[Path, int]]:
     """(directory, bytes) of each run whose agents on this machine are all gone and whose memory is kept."""
     found = []

@@ -85,8 +85,7 @@ class Checkpointer:
         )  # fmt: skip
         self._notice: threading.Timer | None = None
         self._said_late = False
-        self._old_world_left = False
-        self._imports_recorded = False
+        self._has_committed = False
         self._committer: Committer | None = None
 
     @property
@@ -120,9 +119,7 @@ class Checkpointer:
             return 0
         try:
             self._begin(self._context)
-        except ReplicaCorrupt as error:
-            self._replan(error)
-        except (PeerLost, DurableError) as error:  # while shards of another world were read from there
+        except (ReplicaCorrupt, PeerLost, DurableError) as error:
             self._replan(error)
         except GeminiError as error:
             self._fatal(error)
@@ -220,11 +217,9 @@ class Checkpointer:
 
     def _committed(self, iteration: int) -> None:
         """On the commit thread: `iteration` is complete on every rank."""
-        if not self._imports_recorded:
-            self._imports_recorded = True
+        if self._context is not None and not self._has_committed:
+            self._has_committed = True
             record_imports()
-        if self._context is not None and not self._old_world_left:
-            self._old_world_left = True
             if self._local_rank == 0:
                 remove_other_worlds(self._paths, self._world_size, self._written_here(self._context))
         self._progress.committed(iteration)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
-from gemini_run.journal import write_json_atomic
+from gemini_run.memory.segment import refuse_durable
 from gemini_run.plan.manifest import Item
 from gemini_run.plan.region import Region, overlap
 from gemini_run.terminal import say
@@ -55,7 +55,7 @@ def restore_resharded(components: Sequence[Component], paths: MemoryPaths, *, ra
         return _restore(components, told, rank)
     except ReplicaCorrupt:
         if told.durable is not None:
-            _refuse_durable(paths, told.iteration)
+            refuse_durable(paths, told.iteration)
         raise
 
 
@@ -82,15 +82,6 @@ def _restore(components: Sequence[Component], told: Reshard, rank: int) -> Resha
         for component in components:
             component.settle()
     return Resharded(told.iteration, told.world_size, reader.num_bytes, time.perf_counter() - started)
-
-
-def _refuse_durable(paths: MemoryPaths, iteration: int) -> None:
-    """Tell the agent not to take that one again."""
-    try:
-        known = json.loads(paths.durable_refused.read_text())
-    except (OSError, ValueError):
-        known = []  # the first
-    write_json_atomic(paths.durable_refused, sorted({*known, iteration}))
 
 
 def _told(paths: MemoryPaths) -> Reshard:

@@ -28,6 +28,13 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return {**clean, **ours, **more}
 
 
+def script(folder: Path, text: str) -> Path:
+    """`text` as a script in `folder`."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
 def run_job(home: Path, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
     """`gemini-run *words` to its end."""
     return subprocess.run(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import TORCHRUN, environment, events, living, run_job, started_job, wait_until
+from jobs import TORCHRUN, environment, events, living, run_job, script, started_job, wait_until
 
 from gemini_run.testing.nodes import free_port
 
@@ -100,12 +100,6 @@ time.sleep(1000)
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
-
-
-def script(folder: Path, text: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize("how", ["0", "7", "kill", "segv", "raise", "message"])

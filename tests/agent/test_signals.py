@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import GEMINI_RUN, PATIENCE, TORCHRUN, environment, events, living, started_job, wait_until
+from jobs import GEMINI_RUN, PATIENCE, TORCHRUN, environment, events, living, script, started_job, wait_until
 
 from gemini_run.agent import signals
 from gemini_run.agent.process import WorkerProcess
@@ -227,12 +227,6 @@ for step in itertools.count(checkpointer.restore()):
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
-
-
-def script(folder: Path, text: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(text)
-    return path
 
 
 def ready(folder: Path, ranks: str = "01") -> bool:

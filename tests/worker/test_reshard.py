@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gemini_run.agent.reshard import check_copy, durable_refused, tell_workers
+from gemini_run.agent.reshard import check_copy, tell_workers
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.agent.server import AgentServer
 from gemini_run.errors import ReplicaCorrupt
-from gemini_run.memory.segment import NodeMemory
+from gemini_run.memory.segment import NodeMemory, durable_refused
 from gemini_run.plan.recovery import NodeFacts, RecoveryPlan, SlotFact, plan_recovery
 from gemini_run.testing.compare import count_tensors, differences
 from gemini_run.testing.processes import free_port
@@ -216,7 +216,7 @@ def test_a_damaged_durable_checkpoint_is_not_tried_again(worlds: Worlds) -> None
     node = worlds.node()
     plan = plan_recovery(worlds.facts((node,), 1), 4, 2)
     worlds.run("fsdp", 1, 5, on=(node,), plan=plan, durable=scratch, codes=EXIT_REPLAN)
-    assert durable_refused(worlds.nodes[node][0]) == [4]
+    assert durable_refused(worlds.nodes[node][0].paths) == [4]
 
 
 def test_a_damaged_shard_is_refused_before_anybody_reads_it_and_when_it_is_read(worlds: Worlds) -> None:

@@ -6,6 +6,7 @@ argv: a JSON list of phases {"given": "wrapped" | "bare", "total": iterations, "
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,19 +52,7 @@ def train(rank: int, phase: dict[str, Any]) -> None:
 
 def main() -> None:
     for phase in json.loads(sys.argv[1]):
-        children = []
-        for rank in range(RANKS):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    train(rank, phase)
-                    code = 0
-                except BaseException:  # noqa: BLE001 - this process ends here, whatever it was
-                    sys.excepthook(*sys.exc_info())
-                os._exit(code)
-            children.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        codes = run_ranks(RANKS, functools.partial(train, phase=phase))
         if any(codes):
             sys.exit(f"phase {phase['given']}/{phase['total']}: exit codes {codes}")
 

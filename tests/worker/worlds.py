@@ -7,6 +7,7 @@ each node, "out": folder}. Every rank saves what it holds, whole, as it begins (
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -114,19 +116,7 @@ def whole(state: Any) -> Any:
 def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
-        children = []
-        for rank in range(job["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    train(rank, job)
-                    code = 0
-                except BaseException:  # noqa: BLE001 - this process ends here, whatever it was
-                    sys.excepthook(*sys.exc_info())
-                os._exit(code)
-            children.append(pid)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]), flush=True)
+        print(json.dumps(run_ranks(job["ranks"], functools.partial(train, job=job))), flush=True)
 
 
 main()
