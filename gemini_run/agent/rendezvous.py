@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -266,7 +266,7 @@ class GeminiRendezvous(RendezvousHandler):
     # --- forming a round ----------------------------------------------------------------------------
 
     def _join(self) -> RendezvousInfo:
-        with _private_store():
+        with _private_store:
             if self._membership is None:
                 return self._inner.next_rendezvous()
             membership = self._membership
@@ -451,17 +451,36 @@ class GeminiRendezvous(RendezvousHandler):
         return now.participants, now.round
 
 
-@contextlib.contextmanager
-def _private_store() -> Iterator[None]:
+class _PrivateStore:
     """torch shares one store over all rounds, and a survivor of a round never publishes it again, so a replacement
-    node waits for it for ever. Switched off, each round has bootstrap information of its own."""
-    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    node waits for it for ever. Switched off, each round has bootstrap information of its own.
+
+    Counted, because threads may rendezvous side by side: the last one out puts the variable back as it was.
+    """
+
+    NAME = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: str | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = os.environ.get(self.NAME)
+                os.environ[self.NAME] = "1"
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside:
+                return
+            if self._before is None:
+                os.environ.pop(self.NAME, None)
+            else:
+                os.environ[self.NAME] = self._before
+
+
+_private_store = _PrivateStore()

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from gemini_run.agent import address
+from gemini_run.agent import rendezvous as rendezvous_module
 from gemini_run.agent import server as server_module
 from gemini_run.agent.address import advertised_address
 from gemini_run.agent.rendezvous import GeminiRendezvous
@@ -636,3 +637,19 @@ def test_what_membership_relies_on_in_torch() -> None:
             "REMOVE_FROM_REDUNDANCY_LIST"} <= set(torch_dynamic._Action.__members__)  # fmt: skip
     assert list(inspect.signature(torch_dynamic._should_keep_alive).parameters) == ["ctx"]
     assert isinstance(torch_dynamic.RendezvousTimeout().last_call, timedelta)
+
+
+def test_threads_that_rendezvous_side_by_side_leave_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one of them set would otherwise be what another puts back."""
+    store = rendezvous_module._private_store
+    for before in (None, "0"):
+        if before is None:
+            monkeypatch.delenv(store.NAME, raising=False)
+        else:
+            monkeypatch.setenv(store.NAME, before)
+        with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+            first.enter_context(store)
+            second.enter_context(store)
+            first.close()
+            assert os.environ[store.NAME] == "1", "the second is still at it"
+        assert os.environ.get(store.NAME) == before
