@@ -29,19 +29,6 @@ Speculation_Store_Bypass:\tvulnerable
 """
 
 
-@pytest.fixture(autouse=True)
-def signals_as_in_a_terminal() -> Iterator[None]:
-    """A shell's background jobs begin with SIGINT and SIGQUIT ignored, and pass that on."""
-    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        if handler is signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def test_the_caught_signals_of_a_process() -> None:
     assert caught_signals(STATUS) == {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, 33}
     assert caught_signals("SigCgt:\t0000000000000000\n") == frozenset()
