@@ -14,6 +14,7 @@ from gemini_run.errors import ConfigError
 from gemini_run.wire import DEFAULT_MEMORY_BASE
 
 CONFIG_VERSION = 1
+LATE_COPY = ("auto", "always", "never")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class Settings:
     Attributes:
         replicas: copies of each shard including the local one; None = 2 where there are two nodes, else 1.
         snapshot_interval: iterations between snapshots into memory.
+        late_copy: when the state is copied: "always" late, beside the next forward and backward, "never", or "auto":
+            late where it lies on devices.
         memory_dir: the tmpfs that holds the slots.
         durable: directory or ``s3://bucket/prefix``, None = no durable tier.
         durable_interval: how often to persist.
@@ -69,6 +72,7 @@ class Settings:
 
     replicas: int | None = None
     snapshot_interval: int = 1
+    late_copy: str = "auto"
     memory_dir: Path = DEFAULT_MEMORY_BASE
     durable: str | None = None
     durable_interval: DurableInterval = DurableInterval(seconds=3 * 3600.0)
@@ -85,6 +89,8 @@ class Settings:
             raise ConfigError(f"--replicas {self.replicas}: at least 1 (the local copy)")
         if self.snapshot_interval < 1:
             raise ConfigError(f"--snapshot-interval {self.snapshot_interval}: at least 1 iteration")
+        if self.late_copy not in LATE_COPY:
+            raise ConfigError(f"--late-copy {self.late_copy}: one of {', '.join(LATE_COPY)}")
         if self.durable_keep < 1:
             raise ConfigError(f"--durable-keep {self.durable_keep}: at least 1")
         if not self.durable_timeout >= 0:  # NaN is neither
@@ -113,6 +119,7 @@ class Settings:
 _CONVERT: Mapping[str, Any] = {
     "replicas": lambda v: _integer(v),
     "snapshot_interval": lambda v: _integer(v),
+    "late_copy": str,
     "memory_dir": Path,
     "durable": str,
     "durable_interval": lambda v: DurableInterval.parse(str(v)),

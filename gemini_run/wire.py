@@ -152,8 +152,13 @@ def key_node_count(node: int, iteration: int) -> str:
     return f"gemini/node/{node}/{iteration}/count"
 
 
+def key_node_torn(node: int, iteration: int) -> str:
+    """Counter: how many ranks of the node have dropped theirs."""
+    return f"gemini/node/{node}/{iteration}/torn"
+
+
 def key_node_done(node: int, iteration: int) -> str:
-    """Set once all do."""
+    """Set once all do, to the number of those that have dropped it."""
     return f"gemini/node/{node}/{iteration}/done"
 
 
@@ -210,6 +215,7 @@ class WorkerContext:
     durable_iterations: int | None  #: hold every n-th iteration for the durable tier
     durable_seconds: float | None  #: or one each so many seconds
     durable_at: float = 0.0  #: unix seconds from which they count, 0 = from the worker's start
+    late_copy: str = "auto"  #: see worker.late.Late
     restore_iteration: int | None  #: the slot to restore from, None = fresh start
     restore_source: str  #: "local" | "peer" | "durable" | "none": what made that slot complete here
     reshard_from: int | None = None  #: ranks of the job that took it, where that is another number: see Reshard

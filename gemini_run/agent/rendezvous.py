@@ -220,6 +220,7 @@ class GeminiRendezvous(RendezvousHandler):
             replicas=settings.copies_among(present.num_nodes),
             failure_domains=present.failure_domains,
             snapshot_interval=settings.snapshot_interval,
+            late_copy=settings.late_copy,
             durable_iterations=settings.durable_interval.iterations if durable else None,
             durable_seconds=settings.durable_interval.seconds if durable else None,
             durable_at=self._runtime.durable_at,

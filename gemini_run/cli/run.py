@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gemini_run.config import LATE_COPY
+
 if TYPE_CHECKING:
     from gemini_run.agent.argv import CommandLine
 
@@ -59,6 +61,12 @@ class RunCommand(click.Command):
 )
 @click.option(
     "--snapshot-interval", type=int, metavar="N", help="Iterations between snapshots into memory. [default: 1]"
+)
+@click.option(
+    "--late-copy",
+    type=click.Choice(LATE_COPY),
+    help="Copy parameters and optimizer state beside the next forward and backward instead of at the boundary; "
+    "auto: where they lie on GPUs. [default: auto]",
 )
 @click.option("--memory-dir", metavar="DIR", help="The tmpfs that holds the snapshots. [default: /dev/shm]")
 @click.option(

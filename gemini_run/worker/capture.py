@@ -1,9 +1,10 @@
 """Snapshots: the state at an iteration boundary, copied into a slot on the training thread.
 
-On CPUs the copy is synchronous: beside a busy core a later copy gains nothing, and nothing can change
-the state meanwhile. Checksums are taken on the way, chunk by chunk while it is in the cache; of what another rank of
-the node copies (`worker.neighbours`) only the checksum is taken. State on other devices is copied whole, and its
-checksums come afterwards, on the commit thread, from bytes that no longer change.
+On CPUs the copy is synchronous, unless asked for otherwise: beside a busy core a later copy gains nothing, and nothing
+can change the state meanwhile. Checksums are taken on the way, chunk by chunk while it is in the cache; of what another
+rank of the node copies (`worker.neighbours`) or is copied later (`worker.late`) only the checksum is taken. State on
+CUDA devices is copied over a side stream (`worker.device`), and its checksums come afterwards, on the commit thread,
+from bytes that no longer change.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import xxhash
 
 from gemini_run.errors import MemoryFull, ReplicaCorrupt
 from gemini_run.memory.segment import occupied_bytes, scan_slots
-from gemini_run.memory.slots import Slot, build_header, free_bytes, layout
+from gemini_run.memory.slots import Slot, SlotHeader, build_header, free_bytes, layout
 from gemini_run.plan.manifest import Manifest, aligned
 from gemini_run.wire import MemoryPaths
 from gemini_run.worker import codec
 from gemini_run.worker.codec import Json
 from gemini_run.worker.components import Component
+from gemini_run.worker.device import DeviceCopier, on_cuda
+from gemini_run.worker.late import HostLanding, Landing, Late, LateItem
 from gemini_run.worker.layout import (
     PlanBuilder,
     Source,
@@ -55,7 +58,7 @@ class Plan:
     def __init__(self, components: Sequence[Component], owner: int, world_size: int, local_world: int) -> None:
         builder = PlanBuilder()
         static = {component.name: component.build(builder) for component in components}
-        self._fixed = len(builder.items)  # items from here on are found anew, by name, at each snapshot
+        self.fixed = len(builder.items)  #: items from here on are found anew, by name, at each snapshot
         for component in components:
             component.dynamic(lambda tensor, path: builder.add(path, tensor, share=False))
         self._by_name = builder.by_name
@@ -64,6 +67,8 @@ class Plan:
         self.manifest = Manifest(owner, world_size, local_world, tuple(builder.items))
         self.manifest_text = self.manifest.to_json()
         self.static = json.dumps(static, separators=(",", ":")).encode()
+        self.names = tuple(item.name for item in builder.items)
+        self.eligible: tuple[int, ...] = ()  # for late copies
         self.on_cpu = all(source.tensor.device.type == "cpu" for source in self.sources)
 
     def refresh(self, components: Sequence[Component]) -> dict[str, Json]:
@@ -74,7 +79,7 @@ class Plan:
         """
         for component in components:
             component.check()
-        pending = set(range(self._fixed, len(self._items)))
+        pending = set(range(self.fixed, len(self._items)))
 
         def sink(tensor: torch.Tensor, path: str) -> Json:
             index = self._by_name.get(path, -1)
@@ -110,18 +115,28 @@ class Snapshotter:
 
     Not thread-safe; `snapshot` runs on the training thread. The commit thread only reads the slot it was
     handed, until it has said that the iteration is committed.
+
+    Attributes:
+        landing: of the newest snapshot, where part of it is still on its way: its slot is complete once that is
+            finished. None: it is complete.
+        late: which tensors are copied late.
     """
 
     def __init__(
         self, components: Sequence[Component], paths: MemoryPaths, *, owner: int, world_size: int,
-        local_world_size: int, round: int, replicas: int, durable: bool,
+        local_world_size: int, round: int, replicas: int, durable: bool, late_copy: str = "auto",
     ) -> None:  # fmt: skip
         """
         Args:
             local_world_size: ranks of this node.
             replicas: copies of each shard, the own one included.
             durable: there is a durable tier, which holds one more slot while it reads it.
+            late_copy: see `worker.late.Late`.
         """
+        self.landing: Landing | None = None
+        self.late = Late(late_copy)
+        self._late_copy = late_copy
+        self._devices: DeviceCopier | None = None
         self._components = components
         self._paths = paths
         self._owner = owner
@@ -188,7 +203,7 @@ class Snapshotter:
                 self._remake(index, capacity)
 
     def snapshot(self, iteration: int, *, keep: int, hold: bool, borrowing: Borrowing | None = None) -> Slot:
-        """Copy the state, commit the slot and return it, locked against other writers.
+        """Copy the state, commit the slot (but see `landing`) and return it, locked against other writers.
 
         Args:
             iteration: number of finished iterations.
@@ -212,20 +227,47 @@ class Snapshotter:
         self._iterations.pop(index, None)
         slot.begin()
         base = self._addresses[index] + header.payload_offset
+        # What the durable tier waits for is never dropped.
+        late = [] if hold else self.late.chosen(plan.eligible, plan.names)
+        landing: Landing | None = None
         if plan.on_cpu:
             fits = borrowing is not None and borrowing.manifest is manifest and not hold
-            lenders = borrowing.lenders if fits and borrowing is not None else (-1,) * len(manifest.items)
-            checksums = _copy_and_check(plan.sources, base, lenders)
+            lenders = list(borrowing.lenders) if fits and borrowing is not None else [-1] * len(manifest.items)
+            late = [at for at in late if lenders[at] < 0]
+            checksums = _copy_and_check(plan.sources, base, _instead(lenders, late))
             header = slot.write_tables(header, checksums, lenders)
+            if late:
+                items = [LateItem(at, plan.names[at], plan.sources[at], checksums[at]) for at in late]
+                landing = HostLanding(slot, header, items)
+                self.late.copier.start(landing)
         else:
-            _copy(plan.sources, slot, base, header.payload_offset)
+            landing = self._copy_from_devices(plan, slot, header, late)
         view = slot.view
         view[header.objects_offset : header.objects_offset + len(objects)] = objects
         view[header.manifest_offset : header.manifest_offset + header.manifest_length] = plan.manifest_text
-        slot.commit(header)
+        self.landing = landing
+        if landing is None:
+            slot.commit(header)
+        else:
+            self.late.began(landing)
         self._iterations[index] = iteration
         self.state_bytes = manifest.payload_length
         return slot
+
+    def _copy_from_devices(self, plan: Plan, slot: Slot, header: SlotHeader, late: Sequence[int]) -> Landing | None:
+        """Begin to copy what is on CUDA devices, and copy the rest."""
+        devices = self._devices
+        if devices is None:
+            _copy(plan.sources, slot, header.payload_offset)
+            return None
+        later = set(late)
+        prompt = [s for at, s in enumerate(plan.sources) if on_cuda(s) and at not in later]
+        landing = devices.start(slot, header, prompt, [(at, plan.names[at], plan.sources[at]) for at in late])
+        _copy([s for s in plan.sources if not on_cuda(s)], slot, header.payload_offset)
+        if self._late_copy == "never":
+            landing.arrived()
+            return None
+        return landing
 
     @property
     def manifest(self) -> Manifest:
@@ -246,9 +288,16 @@ class Snapshotter:
                 return self._plan, self._plan.refresh(self._components)
             except StructureChanged:
                 pass  # e.g. the first step made the optimizer's state
-        self._plan = Plan(self._components, self._owner, self._world_size, self._local_world)
+        plan = self._plan = Plan(self._components, self._owner, self._world_size, self._local_world)
+        plan.eligible = self.late.eligible(
+            plan.sources[: plan.fixed], (t for c in self._components for t in c.steady())
+        )
+        if self._devices is None and any(map(on_cuda, plan.sources)):
+            self._devices = DeviceCopier()
+            for slot in self._slots.values():
+                self._devices.pin(slot)
         try:
-            return self._plan, self._plan.refresh(self._components)
+            return plan, plan.refresh(self._components)
         except StructureChanged as error:
             raise RuntimeError(f"the state changes while it is looked at: {error}") from error
 
@@ -277,6 +326,8 @@ class Snapshotter:
 
     def _remake(self, index: int, capacity: int) -> Slot:
         if (old := self._slots.pop(index, None)) is not None:
+            if self._devices is not None:
+                self._devices.unpin(old)
             with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
                 old.close()
         path = self._paths.slot(self._owner, index)
@@ -286,6 +337,8 @@ class Snapshotter:
     def _take(self, index: int, slot: Slot) -> Slot:
         self._slots[index] = slot
         self._addresses[index] = address_of(slot.view)
+        if self._devices is not None:
+            self._devices.pin(slot)
         return slot
 
     def _bytes_of_other_worlds(self) -> int:
@@ -297,9 +350,18 @@ class Snapshotter:
         return layout(manifest_length, num_items, payload_length)[3] + OBJECTS_RESERVE
 
 
-def _copy(sources: Sequence[Source], slot: Slot, base: int, payload_offset: int) -> None:
+def _instead(lenders: list[int], late: Sequence[int]) -> list[int]:
+    """`lenders`, and somebody for each late tensor as well."""
+    instead = list(lenders)
+    for index in late:
+        instead[index] = 0
+    return instead
+
+
+def _copy(sources: Sequence[Source], slot: Slot, payload_offset: int) -> None:
     """Copy every tensor, from whatever device."""
     memmove = ctypes.memmove
+    base = address_of(slot.view) + payload_offset
     for source in sources:
         if not source.length:
             continue
@@ -317,7 +379,7 @@ def _copy(sources: Sequence[Source], slot: Slot, base: int, payload_offset: int)
 
 
 def _copy_and_check(sources: Sequence[Source], base: int, lenders: Sequence[int]) -> list[int]:
-    """Copy every tensor that no other rank copies; returns the checksums of all (xxh3_64 of their bytes)."""
+    """Copy every tensor that nobody else copies (-1); returns the checksums of all (xxh3_64 of their bytes)."""
     memmove, digest = ctypes.memmove, xxhash.xxh3_64_intdigest
     checksums = []
     for source, lender in zip(sources, lenders, strict=True):

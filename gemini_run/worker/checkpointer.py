@@ -82,6 +82,7 @@ class Checkpointer:
             local_world_size=self._local_world_size, round=self._context.round,
             replicas=self._context.replicas,
             durable=(self._context.durable_iterations, self._context.durable_seconds) != (None, None),
+            late_copy=self._context.late_copy,
         )  # fmt: skip
         self._notice: threading.Timer | None = None
         self._said_late = False
@@ -128,7 +129,8 @@ class Checkpointer:
     def step(self) -> None:
         """Mark the end of one iteration, after optimizer, scheduler and scaler. Every rank calls it.
 
-        Once this returns the state of this iteration is safe from the death of any worker.
+        Once this returns the state of this iteration is safe from the death of any worker; where it is copied late
+        (state on GPUs, ``--late-copy always``), before the next optimizer step.
         """
         if not self._ready:
             self.restore()
@@ -169,6 +171,7 @@ class Checkpointer:
         if self._notice is not None and self._notice.is_alive() and not crashed:
             self._notice.cancel()
             self._notice.function()
+        self._snapshotter.late.close()
         self._progress.update(phase="finished")
 
     # --- inside gemini-run ----------------------------------------------------------------------------
@@ -196,6 +199,7 @@ class Checkpointer:
             connect=self._connect, join_peers=self._join_peers,
             on_commit=self._committed, on_problem=self._stopped, neighbours=self._neighbours(),
             node=context.node_rank, local_world_size=self._local_world_size, on_parted=self._parted,
+            on_torn=self._torn,
         )  # fmt: skip
         if found is not None:
             self._committer.submit(Job(found.iteration, found.slot, found.manifest, restored=True))
@@ -257,7 +261,7 @@ class Checkpointer:
         slot = self._snapshotter.snapshot(
             self._iteration, keep=record.iteration, hold=record.next_durable, borrowing=committer.borrowing
         )
-        committer.submit(Job(self._iteration, slot, self._snapshotter.manifest))
+        committer.submit(Job(self._iteration, slot, self._snapshotter.manifest, landing=self._snapshotter.landing))
         self._progress.update(
             phase="training", snapshot=self._iteration, stall=time.perf_counter() - started,
             state_bytes=self._snapshotter.state_bytes,
@@ -319,6 +323,16 @@ class Checkpointer:
             f"warning: ranks {self._rank} to {last} held {names[0]!r}{more} alike and differ there since iteration "
             f"{iteration}: silent data corruption, unless the script lets its ranks go apart (from here on each rank's "
             "own is kept)"
+        )
+
+    def _torn(self, iteration: int, names: tuple[str, ...]) -> None:
+        """These tensors changed between the boundary and the end of their late copy."""
+        self._snapshotter.late.changed(names)
+        self._progress.event("late_copy_torn", iteration=iteration, tensors=list(names[:20]))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        say(
+            f"rank {self._rank}: {names[0]!r}{more} changed after step() and before the optimizer's step: the snapshot "
+            f"of iteration {iteration} is dropped, and they are copied within step() from here on"
         )
 
     def _stopped(self, reason: str) -> None:

@@ -33,7 +33,9 @@ from gemini_run.wire import (
     key_commit_void,
     key_node_count,
     key_node_done,
+    key_node_torn,
 )
+from gemini_run.worker.late import Landing
 from gemini_run.worker.neighbours import Borrowing, Neighbours
 
 #: How long this rank waits for the others to reach an iteration. As long as c10d's own collectives wait: one
@@ -49,12 +51,14 @@ class Job:
     Attributes:
         restored: it is the one that this round went on from. Committing it first closes the gap that the failure
             left: it may lack replicas, and the one before must not be overwritten until it has them.
+        landing: what is still on its way into the slot, None = nothing.
     """
 
     iteration: int
     slot: Slot
     manifest: Manifest
     restored: bool = False
+    landing: Landing | None = None
 
 
 class Schedule:
@@ -108,12 +112,15 @@ class Committer:
         join_peers: Callable[[dist.Store], Exchange | None], on_commit: Callable[[int], None],
         on_problem: Callable[[str], None], neighbours: Neighbours | None = None, node: int = 0,
         local_world_size: int = 1, on_parted: Callable[[int, tuple[str, ...], bool], None] = lambda *_: None,
+        on_torn: Callable[[int, tuple[str, ...]], None] = lambda *_: None,
     ) -> None:  # fmt: skip
         """
         Args:
             neighbours: the ranks of this node, None if this one is alone; `node` is the node's rank.
             on_parted: called, on the commit thread, with an iteration at which ranks of this node no longer hold
                 alike what they did, the tensors' names, and whether the iteration is void here.
+            on_torn: called, on the commit thread, with an iteration whose snapshot is dropped because these tensors of
+                it changed while they were copied.
             connect: opens this thread's own connection to the round's store.
             join_peers: forms the checkpoint process group (blocks for the other members).
             on_commit: called with each committed iteration, on the commit thread.
@@ -130,6 +137,7 @@ class Committer:
         self._node = node
         self._local_world_size = local_world_size
         self._on_parted = on_parted
+        self._on_torn = on_torn
         self._changed = threading.Condition()
         self._job: Job | None = None
         self._closing = False
@@ -191,20 +199,26 @@ class Committer:
             return self._job
 
     def _commit(self, job: Job, store: dist.Store | None, exchange: Exchange | None) -> None:
-        header = job.slot.header()
-        if not header.sealed:
-            job.slot.seal(job.manifest, header)
+        torn = tuple(name for _, name in job.landing.finish()) if job.landing is not None else ()
+        void = lacking = bool(torn)
+        if job.landing is not None and torn:
+            self._on_torn(job.iteration, torn)
+            header = job.landing.header
+        else:
             header = job.slot.header()
-        void = lacking = False
+            if not header.sealed:
+                job.slot.seal(job.manifest, header)
+                header = job.slot.header()
         borrowing = None
         if store is not None and self._neighbours is not None:
-            self._meet_neighbours(job.iteration, store)
-            verdict = self._neighbours.compare(job.slot, header, job.manifest)
-            lacking, borrowing = verdict.void, verdict.borrowing
-            if lacking:
-                header = dataclasses.replace(header, sequence=0)  # for the peers: there is nothing to have
-            if verdict.parted:
-                self._on_parted(job.iteration, verdict.parted, lacking)
+            lacking = self._meet_neighbours(job.iteration, store, torn=lacking)
+            if not lacking:
+                verdict = self._neighbours.compare(job.slot, header, job.manifest)
+                lacking, borrowing = verdict.void, verdict.borrowing
+                if verdict.parted:
+                    self._on_parted(job.iteration, verdict.parted, lacking)
+        if lacking:
+            header = dataclasses.replace(header, sequence=0)  # for the peers: there is nothing to have
         if exchange is not None and job.restored:
             exchange.renew(job.slot, header, job.manifest)
         elif exchange is not None:
@@ -212,6 +226,8 @@ class Committer:
         job.slot.unlock()
         if store is None:
             record = self._schedule.after(job.iteration, time.time())
+            if lacking:
+                record = dataclasses.replace(record, iteration=self.record.iteration)
         else:
             record = self._agree(job.iteration, store, void=void or lacking)
         if lacking:  # only now: until all have agreed the neighbours read its checksums
@@ -224,13 +240,16 @@ class Committer:
         if record.iteration == job.iteration:
             self._on_commit(job.iteration)
 
-    def _meet_neighbours(self, iteration: int, store: dist.Store) -> None:
-        """Wait until the slot of every rank of this node is complete at `iteration`."""
-        done = key_node_done(self._node, iteration)
+    def _meet_neighbours(self, iteration: int, store: dist.Store, *, torn: bool) -> bool:
+        """Wait until every rank of this node has its slot of `iteration`; says whether any is `torn`, alike to all."""
+        done, torn_key = key_node_done(self._node, iteration), key_node_torn(self._node, iteration)
+        if torn:  # before counting
+            store.add(torn_key, 1)
         if store.add(key_node_count(self._node, iteration), 1) == self._local_world_size:
-            store.set(done, "")
+            store.set(done, str(store.add(torn_key, 0)))
         else:
             self._wait_for(done, iteration, store)
+        return int(store.get(done)) > 0
 
     def _agree(self, iteration: int, store: dist.Store, *, void: bool) -> CommitRecord:
         if self._rank == 0:
@@ -261,6 +280,7 @@ class Committer:
             keys += [key_commit_void(previous)]
         if self._neighbours is not None and self._neighbours.first:
             keys += [key_node_count(self._node, previous), key_node_done(self._node, previous)]
+            keys += [key_node_torn(self._node, previous)]
         for key in keys:
             store.delete_key(key)
 

@@ -7,7 +7,7 @@ a *dynamic* part (everything else, said anew at each snapshot).
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Component(abc.ABC):
     def expected_bytes(self) -> int:
         """Bytes of tensors this will have once the first step has made its state (an estimate)."""
         return 0
+
+    def steady(self) -> Iterable[torch.Tensor]:
+        """Tensors that, as a rule, nothing but an optimizer's step changes (`worker.late`)."""
+        return ()
 
 
 class Generators(Component):

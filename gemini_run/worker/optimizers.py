@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -174,6 +174,12 @@ class Optimizer(Component):
         kept = {id(p) for _, p in self._positions()}
         for parameter in [p for p in self.optimizer.state if id(p) not in kept]:
             del self.optimizer.state[parameter]
+
+    def steady(self) -> Iterable[torch.Tensor]:
+        for _, parameter in self._positions():
+            yield parameter
+            entries = self.optimizer.state.get(parameter, {})
+            yield from (value for value in entries.values() if isinstance(value, torch.Tensor))
 
     def expected_bytes(self) -> int:
         total = 0
