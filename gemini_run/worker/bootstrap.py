@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +43,7 @@ _MAX_DESCRIPTORS = 2
 _PR_SET_PDEATHSIG = 1
 _UNRECORDED_EXIT = 1
 _FEW = 20
+_MANY_MODULES = 20
 #: importing them talks to other processes: once for each worker, never before the fork
 NEVER_PREIMPORTED = ("mpi4py", "horovod")
 _at_start: set[str] = set()  # modules that were there before the script began
@@ -241,11 +242,17 @@ def record_imports() -> None:
     path = RunPaths(Path(context.run_dir)).imports
     known = _seen_imports(path)
     names = list(dict.fromkeys([*known, *third_party_modules()]))
-    if names != known:
+    if worth_another_zygote(names[len(known) :]):
         try:
             write_json_atomic(path, names)
         except OSError:
             pass  # only speed is lost
+
+
+def worth_another_zygote(names: Sequence[str]) -> bool:
+    """Whether to import these before the fork saves more than it costs: a few seconds of a core, on each node. Some
+    small modules of torch, which nearly every script comes to import, do not."""
+    return len(names) >= _MANY_MODULES or any(name.partition(".")[0] != "torch" for name in names)
 
 
 def _seen_imports(path: Path) -> list[str]:

@@ -20,6 +20,7 @@ from jobs import living, wait_until
 from gemini_run.agent.preimported import StartRequest
 from gemini_run.agent.process import become_subreaper
 from gemini_run.agent.zygote import WorkerStarter
+from gemini_run.worker.bootstrap import worth_another_zygote
 
 SCRIPT = """
 import json, os, sys
@@ -333,3 +334,8 @@ def test_a_killed_agent_leaves_nothing(way: str, tmp_path: Path) -> None:
     agent.wait()
     agent.stdout.close()
     wait_until(lambda: not living(sessions), "worker, grandchild and zygote are gone")
+
+
+def test_a_few_modules_of_torch_are_not_worth_another_zygote() -> None:
+    assert not worth_another_zygote([]) and not worth_another_zygote(["torch.utils.serialization", "torch.hub"])
+    assert worth_another_zygote(["torch.hub", "sklearn"]) and worth_another_zygote([f"torch.m{i}" for i in range(30)])
