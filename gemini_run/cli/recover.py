@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gemini_run.cli.copies import Overwritten
 from gemini_run.cli.salvage import (
     ATTEMPTS,
     PAUSE_SECONDS,
-    Overwritten,
     Salvage,
     check_target,
     find,

@@ -1,8 +1,6 @@
 """What can be had back from this machine and from the durable tier: found, planned, and copied out. Only reads.
 
-A running job keeps writing its slots, and nothing here may hold it up, so no lock is taken. A copy counts if the
-slot's header was the same before and after, and its checksums hold; else the job was faster, and all is looked at
-again.
+Where a running job writes to a slot that is being read (`cli.copies`), all is looked at again.
 """
 
 from __future__ import annotations
@@ -14,10 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gemini_run.cli.copies import Copy, Overwritten, stage_copy, verify_in_place
 from gemini_run.cli.view import NodeView, RunView, known_runs, load_run, memory_view
 from gemini_run.errors import ConfigError, GeminiError, ReplicaCorrupt, UnknownRun, Unrecoverable
-from gemini_run.memory.segment import NodeMemory, SlotInfo, agent_alive
-from gemini_run.memory.settle import LenderGone, check_borrowed, settle_folder
+from gemini_run.memory.segment import NodeMemory, SlotInfo
+from gemini_run.memory.settle import settle_folder
 from gemini_run.memory.slots import Slot, SlotHeader
 from gemini_run.plan.recovery import (
     History,
@@ -30,16 +29,11 @@ from gemini_run.plan.recovery import (
     plan_recovery,
     rank_ranges,
 )
-from gemini_run.wire import MemoryPaths, RunPaths
+from gemini_run.wire import RunPaths
 
 ATTEMPTS = 50  #: looks at a running job's slots before giving up
 PAUSE_SECONDS = 0.02
 COPY_THREADS = 4
-_CHUNK = 16 << 20
-
-
-class Overwritten(Exception):
-    """The running job wrote to the slot while it was read: look again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +52,6 @@ class Place:
     memories: tuple[Path, ...]
     durable: str | None
     over: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """One slot file that holds a shard."""
-
-    node: str
-    node_rank: int
-    path: Path
-    header: SlotHeader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,51 +283,6 @@ def _durable_world(location: str, iteration: int) -> int:
     return read_marker(open_tier(location), iteration).world_size
 
 
-# --- reading beside a running job -----------------------------------------------------------------------
-
-
-def _same(one: SlotHeader, two: SlotHeader) -> bool:
-    return (one.sequence, one.iteration, one.round) == (two.sequence, two.iteration, two.round)
-
-
-def verify_in_place(copy: Copy) -> None:
-    """Check every byte of the slot where it is.
-
-    Raises:
-        ReplicaCorrupt: it is damaged.
-        Overwritten: the job wrote to it meanwhile.
-    """
-    try:
-        slot = Slot(copy.path)
-    except FileNotFoundError as error:
-        raise Overwritten from error
-    try:
-        corrupt: ReplicaCorrupt | None = None
-        try:
-            check_borrowed(slot, *slot.verify(borrowing=True))
-        except LenderGone as error:
-            if agent_alive(MemoryPaths(copy.path.parent.parent)):
-                raise Overwritten from error  # by the time its lender writes again, so does its own rank
-            corrupt = error
-        except ReplicaCorrupt as error:
-            corrupt = error
-        if not _holds_still(copy):
-            raise Overwritten
-        if corrupt is not None:
-            raise corrupt
-    finally:
-        slot.close()
-
-
-def _holds_still(copy: Copy) -> bool:
-    """Whether the file still holds what was found in it. Asked of the path: a slot may be replaced whole."""
-    try:
-        with copy.path.open("rb") as file:
-            return _same(SlotHeader.unpack(file.read(4096)), copy.header)
-    except (FileNotFoundError, ReplicaCorrupt):
-        return False
-
-
 def stage(found: Salvage, folder: Path) -> dict[int, Path]:
     """Private, verified and sealed copies of every rank's slot, by rank, in `folder` (which must exist and be empty).
 
@@ -355,36 +294,10 @@ def stage(found: Salvage, folder: Path) -> dict[int, Path]:
         return _stage_durable(found, folder)
     with concurrent.futures.ThreadPoolExecutor(COPY_THREADS) as pool:
         # All at once: a running job gives each slot about one iteration's time.
-        jobs = {r.rank: pool.submit(_stage_slot, r.copy, folder / f"r{r.rank:05d}") for r in found.ranks if r.copy}
+        jobs = {r.rank: pool.submit(stage_copy, r.copy, folder / f"r{r.rank:05d}") for r in found.ranks if r.copy}
         staged = {rank: job.result() for rank, job in jobs.items()}
     settle_folder(staged.values())
     return staged
-
-
-def _stage_slot(copy: Copy, target: Path) -> Path:
-    try:
-        source = os.open(copy.path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise Overwritten from error
-    try:
-        with target.open("xb") as file:
-            offset = 0
-            while offset < copy.header.end:
-                count = os.sendfile(file.fileno(), source, offset, min(_CHUNK, copy.header.end - offset))
-                if count == 0:
-                    raise Overwritten
-                offset += count
-    finally:
-        os.close(source)
-    if not _holds_still(copy):
-        raise Overwritten
-    slot = Slot(target, writable=True)
-    try:
-        if not _same(slot.verify(borrowing=True)[0], copy.header):
-            raise Overwritten
-    finally:
-        slot.close()
-    return target
 
 
 def _stage_durable(found: Salvage, folder: Path) -> dict[int, Path]:
