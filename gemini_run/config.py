@@ -55,6 +55,8 @@ class Settings:
         replicas: copies of each shard including the local one; None = 2 where there are two nodes, else 1.
         snapshot_interval: iterations between snapshots into memory.
         memory_dir: the tmpfs that holds the slots.
+        overhead_budget: share of training's time that replica traffic may cost; 0 = none, only idle spans are used;
+            None = no limit, replicas are sent at once.
         durable: directory or ``s3://bucket/prefix``, None = no durable tier.
         durable_interval: how often to persist.
         durable_keep: committed checkpoints kept in the durable tier.
@@ -70,6 +72,7 @@ class Settings:
     replicas: int | None = None
     snapshot_interval: int = 1
     memory_dir: Path = DEFAULT_MEMORY_BASE
+    overhead_budget: float | None = 0.01
     durable: str | None = None
     durable_interval: DurableInterval = DurableInterval(seconds=3 * 3600.0)
     durable_keep: int = 2
@@ -85,6 +88,8 @@ class Settings:
             raise ConfigError(f"--replicas {self.replicas}: at least 1 (the local copy)")
         if self.snapshot_interval < 1:
             raise ConfigError(f"--snapshot-interval {self.snapshot_interval}: at least 1 iteration")
+        if self.overhead_budget is not None and not 0 <= self.overhead_budget < 1:
+            raise ConfigError(f"--overhead-budget {self.overhead_budget:.4g}: 0% to less than 100%, or off")
         if self.durable_keep < 1:
             raise ConfigError(f"--durable-keep {self.durable_keep}: at least 1")
         if not self.durable_timeout >= 0:  # NaN is neither
@@ -114,6 +119,7 @@ _CONVERT: Mapping[str, Any] = {
     "replicas": lambda v: _integer(v),
     "snapshot_interval": lambda v: _integer(v),
     "memory_dir": Path,
+    "overhead_budget": lambda v: _share(v),
     "durable": str,
     "durable_interval": lambda v: DurableInterval.parse(str(v)),
     "durable_keep": lambda v: _integer(v),
@@ -175,6 +181,15 @@ def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("give a number")
     return float(value)
+
+
+def _share(value: Any) -> float | None:
+    text = str(value).strip().lower()
+    if text == "off" or value is False:  # YAML reads a bare `off` as false
+        return None
+    if value is True or not text:
+        raise ValueError("give a percentage such as 1%, or off")
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 def _boolean(value: Any) -> bool:

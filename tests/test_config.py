@@ -34,13 +34,13 @@ def test_every_option_can_come_from_each_source(tmp_path: Path) -> None:
     values = {
         "replicas": "2", "snapshot_interval": "3", "memory_dir": "/mnt/x", "durable": "s3://b/p",
         "durable_interval": "30s", "durable_keep": "4", "durable_timeout": "1.5", "require_checkpoint": "yes",
-        "shrink_after": "7", "failure_domain": "rack 1", "zygote": "false", "debug": "1",
+        "shrink_after": "7", "overhead_budget": "2.5%", "failure_domain": "rack 1", "zygote": "false", "debug": "1",
     }  # fmt: skip
     assert set(values) == set(OPTION_NAMES)
     expected = Settings(
         replicas=2, snapshot_interval=3, memory_dir=Path("/mnt/x"), durable="s3://b/p",
         durable_interval=DurableInterval(seconds=30.0), durable_keep=4, durable_timeout=1.5, require_checkpoint=True,
-        shrink_after=7.0, failure_domain="rack 1", zygote=False, debug=True,
+        shrink_after=7.0, overhead_budget=0.025, failure_domain="rack 1", zygote=False, debug=True,
     )  # fmt: skip
     assert resolve(values, {}, None) == expected
     assert resolve({}, {env_name(name): value for name, value in values.items()}, None) == expected

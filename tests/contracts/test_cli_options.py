@@ -16,6 +16,7 @@ from gemini_run.config import OPTION_NAMES
 OURS = {
     "--replicas": True,
     "--snapshot-interval": True,
+    "--overhead-budget": True,
     "--memory-dir": True,
     "--durable": True,
     "--durable-interval": True,
