@@ -97,9 +97,7 @@ def summary(lanes: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float
             "slowdown_percent": middle,
             "slowdown_low": low,
             "slowdown_high": high,
-            "stall_ms": 1e3 * statistics.median(t for block in blocks for t in block["stall"])
-            if name != "none"
-            else 0.0,
+            "stall_ms": 1e3 * statistics.median(stalls) if name != "none" else 0.0,
             "interval": max(block["interval"] for block in blocks) if name != "none" else 0,
         }
     # What none itself varies by from round to round: half the distance of its quartiles.
