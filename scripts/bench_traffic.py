@@ -9,6 +9,7 @@ blocking    training stands still until the replica has arrived
 naive       the replica goes as soon as there is one, beside training
 one buffer  in the network's idle spans, one chunk after the other
 scheduled   in the idle spans, several chunks posted: what gemini-run does
+no replicas snapshots stay on their node: what copying alone costs
 none        no checkpoints: what the others are compared with
 
 All take turns, block by block, in one job, in an order drawn from --seed. The training's arithmetic is stood in for by

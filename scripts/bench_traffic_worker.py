@@ -21,10 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
+from gemini_run.peers.transport import Exchange, Traffic
 from gemini_run.plan.schedule import SUB_BUFFERS
 
 LAYERS, ROWS = 6, 16
-NONE, BLOCKING, NAIVE, ONE_BUFFER, SCHEDULED = WAYS = ("none", "blocking", "naive", "one buffer", "scheduled")
+WAYS = ("none", "no replicas", "blocking", "naive", "one buffer", "scheduled")
+NONE, COPY, BLOCKING, NAIVE, ONE_BUFFER, SCHEDULED = WAYS
 SETTLE, WARM_UP = 2, 100
 
 
@@ -85,6 +87,7 @@ class Bench:
         assert committer is not None and pace is not None
         self.committer, self.pace = committer, pace
         self.budget = pace._budget
+        self.exchange = Exchange.run
 
     def iteration(self, way: str) -> None:
         self.optimizer.zero_grad()
@@ -116,6 +119,8 @@ class Bench:
         plan = self.pace.plan
         assert plan is not None
         self.pace._budget = self.budget if way in (ONE_BUFFER, SCHEDULED) else None
+        send = self.exchange if way != COPY else lambda *_, **__: Traffic(0, False)
+        Exchange.run = send  # type: ignore[method-assign, assignment]
         self.pace._sub_buffers = 1 if way == ONE_BUFFER else SUB_BUFFERS
         if self.pace._budget is not None:
             self.pace._adopt(plan.profile, plan.link)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from gemini_run.peers.gate import Gate
-from gemini_run.peers.link import LinkCounter, Sampler
+from gemini_run.peers.link import Sampler
 from gemini_run.plan.profile import Profile, Timeline, average, changed, slower
 from gemini_run.plan.schedule import SUB_BUFFERS, Link, TrafficPlan, plan_traffic
 from gemini_run.wire import Interval
@@ -29,7 +29,8 @@ from gemini_run.wire import Interval
 PROFILE_ITERATIONS = 6  #: watched without traffic before a plan is made
 GAP = PROFILE_ITERATIONS + 4  #: iterations between two snapshots while profiling
 SMALL_BYTES = 2**20  #: what is less goes at once
-_RECENT = 8  #: lengths of iterations, and waits for commits, that are looked at
+_WAITS = 8  #: for commits that are looked at
+_FEWEST, _MOST = 16, 64  #: lengths of iterations that are looked at
 _FIRST_LENGTHS = 3
 _RATE_WINDOW_SECONDS = 0.05
 _FEWEST_SAMPLES = 10  #: of an iteration that was watched well enough
@@ -51,14 +52,14 @@ class Pace:
     """
 
     def __init__(
-        self, *, budget: float | None, interval: int, counter: LinkCounter | None, listener: Listener,
+        self, *, budget: float | None, interval: int, sampler: Sampler | None, listener: Listener,
         sub_buffers: int = SUB_BUFFERS,
     ) -> None:  # fmt: skip
         """
         Args:
             budget: share of training's time that traffic may cost; None: everything is sent at once.
             interval: snapshots are never taken more often.
-            counter: of the link that replicas take, None if it has none: then nothing is known of idle spans.
+            sampler: of the link that replicas take, None if it has no counter: then nothing is known of idle spans.
             listener: called with the name of an event and its fields.
             sub_buffers: p of Algorithm 2.
         """
@@ -66,22 +67,20 @@ class Pace:
         self.plan: TrafficPlan | None = None
         self._budget = budget
         self._interval = interval
-        self._counter = counter
         self._listener = listener
         self._sub_buffers = sub_buffers
         self._lock = threading.Lock()
         self._state: Literal["watching", "profiling", "scheduled"] = "watching"
         self._wish = Interval(interval, _AS_ASKED)
-        self._sampler = Sampler(counter.read) if counter is not None else None
+        self._sampler = sampler
         self._timelines: list[Timeline] = []
         self._quiet = False  # nothing of ours is on the link in this iteration
         self._gaps = 0  # snapshots since profiling began
         self._resumed = 0.0
-        self._lengths: deque[float] = deque(maxlen=_RECENT)
-        self._waits: deque[float] = deque(maxlen=_RECENT)
+        self._lengths: deque[float] = deque(maxlen=_MOST)
+        self._waits: deque[float] = deque(maxlen=_WAITS)
         self._alone: list[float] = []  # lengths of iterations when they were last watched
-        self._loaded: tuple[float, int] | None = None  # length of scheduled iterations and their interval, until
-        # they are watched again
+        self._loaded: tuple[list[float], int] | None = None  # lengths when scheduled, and the interval, until then
         self._least = interval  # what measured harm asks for, whatever the plan says
         self._harm = ""
         self._since_plan = 0
@@ -126,7 +125,7 @@ class Pace:
         with self._lock:
             self._waits.append(seconds)
             wish = self._wish
-            if self._state != "scheduled" or len(self._waits) < _RECENT or not self._lengths:
+            if self._state != "scheduled" or len(self._waits) < _WAITS or not self._lengths:
                 return
             usual, wait = statistics.median(self._lengths), statistics.median(self._waits)
             if wait > max(self._budget, _NOTICEABLE) * wish.iterations * usual:
@@ -240,8 +239,8 @@ class Pace:
             self._least, self._harm = self._interval, ""  # another iteration: what was learnt is void
         if self._loaded is None or self._budget is None:
             return
-        (length, interval), self._loaded = self._loaded, None
-        harm, budget = slower(length, self._alone), max(self._budget, _NOTICEABLE)
+        (lengths, interval), self._loaded = self._loaded, None
+        harm, budget = slower(lengths, self._alone), max(self._budget, _NOTICEABLE)
         if harm > budget:
             self._least = min(max(math.ceil(interval * harm / budget), interval + 1), 4 * interval)
             self._harm = f"iterations were {harm:.1%} longer with replicas every {interval}"
@@ -267,10 +266,18 @@ class Pace:
         self._listener("traffic_scheduled", fields)
 
     def _check_shape(self) -> None:
-        if self.plan is None or self._since_plan < self._reprofile_after or len(self._lengths) < _RECENT:
+        plan = self.plan
+        if plan is None or self._since_plan < self._reprofile_after:
             return
-        was, now = self.plan.profile.seconds, statistics.median(self._lengths)
-        if changed(was, self._lengths) or slower(now, self._alone) > max(self._budget or 0.0, _NOTICEABLE):
+        # No fewer than a whole interval's: the chunks are all in its first iterations.
+        count = min(max(_FEWEST, self._wish.iterations), _MOST)
+        if len(self._lengths) < count:
+            return
+        lengths = list(self._lengths)[-count:]
+        harm = slower(lengths, self._alone)
+        if changed(plan.profile.seconds, lengths) or harm > max(self._budget or 0.0, _NOTICEABLE):
             self._reprofile_after *= 2
-            self._loaded = now, self.plan.interval
-            self._profile(f"they take {1e3 * now:.0f} ms, they took {1e3 * was:.0f} ms")
+            self._rates.clear()
+            self._loaded = lengths, self._wish.iterations
+            now, was = 1e3 * statistics.mean(lengths), 1e3 * plan.profile.seconds
+            self._profile(f"they take {now:.0f} ms, they took {was:.0f} ms")

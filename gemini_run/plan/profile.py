@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 
 _BUSY_SHARE = 0.05  #: of the bandwidth: a link that carries less is idle
+_LONGEST = 1.5  #: times the usual: what an iteration counts for at most
 _BINS = 200  #: of an iteration's timeline
 
 
@@ -95,13 +96,14 @@ def changed(usual: float, lengths: Sequence[float], tolerance: float = 0.25) -> 
     return bool(lengths) and not math.isclose(statistics.median(lengths), usual, rel_tol=tolerance)
 
 
-def slower(loaded: float, alone: Sequence[float]) -> float:
+def slower(loaded: Sequence[float], alone: Sequence[float]) -> float:
     """By which share iterations with replica traffic are longer than those without, beyond what may be chance.
 
     Args:
-        loaded: seconds, the median of several iterations.
-        alone: seconds of iterations without traffic, at least one.
+        loaded: seconds of iterations with traffic in some of them; a much longer one counts as that of an evaluation.
+        alone: seconds of iterations without traffic. Neither may be empty.
     """
     usual = statistics.median(alone)
-    noise = 2 * statistics.median(abs(length - usual) for length in alone) / usual
-    return max(0.0, loaded / usual - 1 - noise)
+    noise = 2 * statistics.median(abs(length - usual) for length in alone)
+    mean = statistics.mean(min(length, _LONGEST * usual) for length in loaded)
+    return max(0.0, mean - usual - noise) / usual

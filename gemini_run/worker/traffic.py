@@ -6,7 +6,7 @@ import os
 import time
 
 from gemini_run.peers.group import address_towards
-from gemini_run.peers.link import LinkCounter, interface_of
+from gemini_run.peers.link import LinkCounter, Sampler, interface_of
 from gemini_run.peers.pace import Pace
 from gemini_run.terminal import say
 from gemini_run.wire import Interval, WorkerContext
@@ -37,7 +37,7 @@ class ReplicaTraffic:
             if interface != _LOOPBACK:
                 self.pace = Pace(
                     budget=context.overhead_budget, interval=context.snapshot_interval,
-                    counter=self._counter(interface, rank),
+                    sampler=self._sampler(interface, rank),
                     listener=lambda name, fields: progress.event(name, **fields),
                 )  # fmt: skip
         self.intervals = Intervals(
@@ -74,11 +74,11 @@ class ReplicaTraffic:
         assert self.pace is not None, "asked only then"
         return self.pace.wish
 
-    def _counter(self, interface: str | None, rank: int) -> LinkCounter | None:
+    def _sampler(self, interface: str | None, rank: int) -> Sampler | None:
         try:
             if interface is None:
                 raise OSError("no interface has the address that replicas are sent from")
-            return LinkCounter(interface)
+            return Sampler(LinkCounter(interface).read)
         except OSError as error:
             self._progress.event("traffic_unseen", reason=str(error))
             if rank == 0:
