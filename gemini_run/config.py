@@ -58,6 +58,8 @@ class Settings:
         late_copy: when the state is copied: "always" late, beside the next forward and backward, "never", or "auto":
             late where it lies on devices.
         memory_dir: the tmpfs that holds the slots.
+        overhead_budget: share of training's time that replica traffic may cost; 0 = none, only idle spans are used;
+            None = no limit, replicas are sent at once.
         durable: directory or ``s3://bucket/prefix``, None = no durable tier.
         durable_interval: how often to persist.
         durable_keep: committed checkpoints kept in the durable tier.
@@ -74,6 +76,7 @@ class Settings:
     snapshot_interval: int = 1
     late_copy: str = "auto"
     memory_dir: Path = DEFAULT_MEMORY_BASE
+    overhead_budget: float | None = 0.01
     durable: str | None = None
     durable_interval: DurableInterval = DurableInterval(seconds=3 * 3600.0)
     durable_keep: int = 2
@@ -91,6 +94,8 @@ class Settings:
             raise ConfigError(f"--snapshot-interval {self.snapshot_interval}: at least 1 iteration")
         if self.late_copy not in LATE_COPY:
             raise ConfigError(f"--late-copy {self.late_copy}: one of {', '.join(LATE_COPY)}")
+        if self.overhead_budget is not None and not 0 <= self.overhead_budget < 1:
+            raise ConfigError(f"--overhead-budget {self.overhead_budget:.4g}: 0% to less than 100%, or off")
         if self.durable_keep < 1:
             raise ConfigError(f"--durable-keep {self.durable_keep}: at least 1")
         if not self.durable_timeout >= 0:  # NaN is neither
@@ -121,6 +126,7 @@ _CONVERT: Mapping[str, Any] = {
     "snapshot_interval": lambda v: _integer(v),
     "late_copy": str,
     "memory_dir": Path,
+    "overhead_budget": lambda v: _share(v),
     "durable": str,
     "durable_interval": lambda v: DurableInterval.parse(str(v)),
     "durable_keep": lambda v: _integer(v),
@@ -182,6 +188,15 @@ def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("give a number")
     return float(value)
+
+
+def _share(value: Any) -> float | None:
+    text = str(value).strip().lower()
+    if text == "off" or value is False:  # YAML reads a bare `off` as false
+        return None
+    if value is True or not text:
+        raise ValueError("give a percentage such as 1%, or off")
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
 def _boolean(value: Any) -> bool:

@@ -167,6 +167,7 @@ def key_commit(iteration: int) -> str:
     return f"gemini/commit/{iteration}/done"
 
 
+KEY_INTERVAL = "gemini/interval"  #: Interval as JSON: the longest that any rank needs; rank 0 sets it first
 KEY_LEFT = "gemini/left"  #: set when a rank stops checkpointing for good: waiting for it is useless
 
 
@@ -178,17 +179,43 @@ class CommitRecord:
         iteration: the newest committed iteration: the one that was agreed on, or, if that is void, the one before.
         next_iteration: the next one to snapshot (known to all before anyone reaches it).
         next_durable: hold that next one's slots for the durable tier.
+        following: the one after the next comes no sooner than so many iterations behind it. Training need not know
+            more until then: the next one has so much time to be committed.
     """
 
     iteration: int
     next_iteration: int
     next_durable: bool
+    following: int = 1
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> CommitRecord:
+        return cls(**json.loads(text))
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Iterations between snapshots that a rank needs.
+
+    Attributes:
+        reason: for people.
+        passing: only while a profile is made: no news.
+        rank: who says so; it may lower it as well.
+    """
+
+    iterations: int
+    reason: str
+    passing: bool = False
+    rank: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Interval:
         return cls(**json.loads(text))
 
 
@@ -219,6 +246,7 @@ class WorkerContext:
     restore_iteration: int | None  #: the slot to restore from, None = fresh start
     restore_source: str  #: "local" | "peer" | "durable" | "none": what made that slot complete here
     reshard_from: int | None = None  #: ranks of the job that took it, where that is another number: see Reshard
+    overhead_budget: float | None = None  #: share of training's time that replicas may cost, None = sent at once
     lost_iterations: int = 0  #: finished before the failure, to be repeated
 
     def to_json(self) -> str:

@@ -34,13 +34,14 @@ def test_every_option_can_come_from_each_source(tmp_path: Path) -> None:
     values = {
         "replicas": "2", "snapshot_interval": "3", "memory_dir": "/mnt/x", "durable": "s3://b/p",
         "durable_interval": "30s", "durable_keep": "4", "durable_timeout": "1.5", "require_checkpoint": "yes",
-        "shrink_after": "7", "late_copy": "never", "failure_domain": "rack 1", "zygote": "false", "debug": "1",
+        "late_copy": "never", "shrink_after": "7", "overhead_budget": "2.5%",
+        "failure_domain": "rack 1", "zygote": "false", "debug": "1",
     }  # fmt: skip
     assert set(values) == set(OPTION_NAMES)
     expected = Settings(
         replicas=2, snapshot_interval=3, memory_dir=Path("/mnt/x"), durable="s3://b/p",
         durable_interval=DurableInterval(seconds=30.0), durable_keep=4, durable_timeout=1.5, require_checkpoint=True,
-        shrink_after=7.0, late_copy="never", failure_domain="rack 1", zygote=False, debug=True,
+        late_copy="never", shrink_after=7.0, overhead_budget=0.025, failure_domain="rack 1", zygote=False, debug=True,
     )  # fmt: skip
     assert resolve(values, {}, None) == expected
     assert resolve({}, {env_name(name): value for name, value in values.items()}, None) == expected
@@ -99,7 +100,7 @@ def test_errors_name_the_variable_or_the_flag() -> None:
 @pytest.mark.parametrize(
     "values",
     [{"replicas": 0}, {"snapshot_interval": 0}, {"durable_keep": 0}, {"durable_timeout": -1.0},
-     {"durable_timeout": float("nan")}, {"shrink_after": -1.0}, {"late_copy": "soon"}],
+     {"durable_timeout": float("nan")}, {"shrink_after": -1.0}, {"late_copy": "soon"}, {"overhead_budget": 1.0}],
 )  # fmt: skip
 def test_values_out_of_range(values: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=f"--{next(iter(values)).replace('_', '-')} "):

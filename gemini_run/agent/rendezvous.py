@@ -227,6 +227,7 @@ class GeminiRendezvous(RendezvousHandler):
             restore_iteration=present.plan.iteration,
             restore_source=present.restore_source,
             reshard_from=present.plan.world_size if present.resharded else None,
+            overhead_budget=settings.overhead_budget,
             lost_iterations=present.lost_iterations,
         )
 

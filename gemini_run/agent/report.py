@@ -136,6 +136,7 @@ class Reporter:
                     "committed": beacon.committed,
                     "stall_ms": round(1e3 * beacon.stall, 3),
                     "state_bytes": beacon.state_bytes,
+                    "interval": beacon.interval or None,
                 }
             rows.append(row)
         return rows

@@ -68,6 +68,13 @@ class RunCommand(click.Command):
     help="Copy parameters and optimizer state beside the next forward and backward instead of at the boundary; "
     "auto: where they lie on GPUs. [default: auto]",
 )
+@click.option(
+    "--overhead-budget",
+    metavar="SHARE",
+    help="How much of training's time replica traffic may cost, as 1% or 0.01. It goes into the network's idle spans; "
+    "what does not fit makes the snapshot interval longer. 0: nothing outside idle spans. off: replicas are sent at "
+    "once, every snapshot interval, whatever that costs. [default: 1%]",
+)
 @click.option("--memory-dir", metavar="DIR", help="The tmpfs that holds the snapshots. [default: /dev/shm]")
 @click.option(
     "--durable",

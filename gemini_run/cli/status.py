@@ -33,9 +33,10 @@ failed, stopped (by a signal) or dead (its agents are gone and none said why).
   runs        (without RUN_ID) newest first: run_id, state, iteration, started_at, script
   run         run_id, state, started_at, script, argv, directory, round, iteration,
               lag (iterations not yet safe), world_size, iterations_lost, restarts, memory_bytes
+    snapshots     every (iterations between two), asked, reason (where the network made it more than asked)
     nodes         by node rank, spares last: node, node_rank, state, alive, hostname, pid, address,
                   updated_at, memory_dir, memory_bytes, workers (local_rank, rank, pid,
-                  phase, iteration, snapshot, committed, stall_ms, state_bytes)
+                  phase, iteration, snapshot, committed, stall_ms, state_bytes, interval)
     former_nodes  the same, of nodes no longer part of the run
     tiers         local_memory, peer_memory, durable: the newest complete iteration of each
     replicas      wanted, iteration, ranks (rank, copies, nodes), may_lose (nodes)
@@ -138,6 +139,10 @@ def _head(run: Json) -> Table:
     if run["iteration"] is not None:
         lag = "" if not run["lag"] else f", {run['lag']} of them not yet safe"
         table.add_row("iteration", f"{run['iteration']} finished{lag}")
+    snapshots = run["snapshots"]
+    if (snapshots["every"] or 1) > 1:
+        why = f": {snapshots['reason']}" if snapshots["reason"] else ""
+        table.add_row("snapshots", f"every {snapshots['every']} iterations{why}")
     failure = run["last_failure"]
     if failure:
         table.add_row("last failure", Text(f"{failure['cause']} ({_ago(failure['t'])})", "red"))

@@ -27,6 +27,7 @@ def summarise(run: RunView) -> Json:
         "round": max((node.round for node in run.nodes if node.round is not None), default=None),
         "iteration": iteration,
         "lag": None if iteration is None or health.at is None else max(0, iteration - health.at),
+        "snapshots": _snapshots(run),
         "world_size": sum(run.local_world_sizes()) or None,
         "nodes": [_node(node) for node in run.nodes],
         "former_nodes": [_node(node) for node in run.former],
@@ -100,7 +101,7 @@ def _workers(node: NodeView) -> list[Json]:
             row = {
                 **row, "phase": beacon.phase, "iteration": beacon.iteration, "snapshot": beacon.snapshot,
                 "committed": beacon.committed, "stall_ms": round(1e3 * beacon.stall, 3),
-                "state_bytes": beacon.state_bytes,
+                "state_bytes": beacon.state_bytes, "interval": beacon.interval or None,
             }  # fmt: skip
         rows.append(row)
     return rows
@@ -111,6 +112,18 @@ def _iteration(run: RunView) -> int | None:
     counts = [worker.get("iteration") for node in run.nodes for worker in _workers(node)]
     known = [count for count in counts if count is not None]
     return min(known) if known and len(known) == len(counts) else None
+
+
+def _snapshots(run: RunView) -> Json:
+    """How many iterations they are apart now, and why that is more than was asked for."""
+    said = [worker.get("interval") for node in run.nodes for worker in _workers(node)]
+    every = max((interval for interval in said if interval), default=None)
+    asked = run.settings.get("snapshot_interval")
+    reason = None
+    if every is not None and asked is not None and every > asked:
+        changes = (event for event in reversed(run.events) if event["event"] == "interval_changed")
+        reason = next((event.get("reason") for event in changes if event.get("interval") == every), None)
+    return {"every": every, "asked": asked, "reason": reason}
 
 
 def _node(node: NodeView) -> Json:

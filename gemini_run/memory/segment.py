@@ -342,6 +342,7 @@ class BeaconState:
         stall: seconds the training thread spent in the last snapshot.
         state_bytes: size of this rank's state.
         first_step_at: unix seconds at which the first iteration of this round was finished, 0 before.
+        interval: iterations from one snapshot to the next, 0 before the first commit.
     """
 
     pid: int
@@ -353,6 +354,7 @@ class BeaconState:
     stall: float
     state_bytes: int
     first_step_at: float
+    interval: int = 0
 
 
 class Beacon:
@@ -371,14 +373,17 @@ class Beacon:
     def write(self, state: BeaconState) -> None:
         _BEACON.pack_into(
             self._map, 0, state.pid, PHASES.index(state.phase), state.iteration, state.snapshot,
-            state.committed, state.changed_at, state.stall, state.state_bytes, state.first_step_at, 0.0,
+            state.committed, state.changed_at, state.stall, state.state_bytes, state.first_step_at,
+            state.interval,
         )  # fmt: skip
 
     def read(self) -> BeaconState:
-        pid, phase, iteration, snapshot, committed, changed_at, stall, size, first, _ = _BEACON.unpack_from(
+        pid, phase, iteration, snapshot, committed, changed_at, stall, size, first, interval = _BEACON.unpack_from(
             self._map, 0
         )
-        return BeaconState(pid, PHASES[phase], iteration, snapshot, committed, changed_at, stall, size, first)
+        return BeaconState(
+            pid, PHASES[phase], iteration, snapshot, committed, changed_at, stall, size, first, int(interval)
+        )  # fmt: skip
 
     def close(self) -> None:
         self._map.close()

@@ -4,7 +4,7 @@ In four steps, all ranks at once: the header pages; manifest (if it is new) and 
 wants; those. What the receiver's own slot holds alike, by name, length and checksum, the replica borrows from there:
 of state that data parallelism replicates nothing is sent, and nothing copied. The receiver checks what arrived and
 commits the replica: sequence number last. Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of
-transfers posted.
+transfers posted; `peers.pace` holds back those that would be in training's way.
 
 The iteration that a round goes on from is exchanged as well, with whoever does not hold it yet (`Exchange.renew`).
 """
@@ -12,10 +12,9 @@ The iteration that a round goes on from is exchanged as well, with whoever does 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,18 +24,21 @@ from gemini_run.errors import PeerLost, ReplicaCorrupt
 from gemini_run.memory.settle import fill
 from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
 from gemini_run.peers.group import Peers
+from gemini_run.peers.pace import Pace
 from gemini_run.peers.replicas import ReplicaSlots
+from gemini_run.peers.streams import FIRST_CHUNK_TAG, OBJECTS_TAG, Span, at_once, held_back, posts
+from gemini_run.peers.streams import view as _bytes
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20  #: where nothing is held back
 GAP_BYTES = 64 * 2**10  #: tensors nobody wants between two that are wanted go along if they are no larger
 WINDOW = 4  #: transfers posted at once, per direction and peer
-_HEADER_TAG, _HELD_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _OBJECTS_TAG = range(1, 7)
-_FIRST_CHUNK_TAG = 7
+_HEADER_TAG, _HELD_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _PROBE_TAG, _CHUNK_TAG = range(1, 8)
+assert _CHUNK_TAG < OBJECTS_TAG < FIRST_CHUNK_TAG
+_PROBES = 5
 
 Flags = npt.NDArray[np.uint8]  #: one a tensor, in manifest order
-Span = tuple[int, int]  #: start and end in a slot's payload, bytes
 
 
 @dataclasses.dataclass
@@ -48,6 +50,8 @@ class Incoming:
         index: of the slot among its owner's.
         wanted: which tensors are sent; the others are borrowed from a slot of this node's own ranks.
         lenders: of each tensor the owner of that slot, -1 = it is sent.
+        chunk: bytes of its chunks.
+        paced: its sender may hold them back.
     """
 
     source: int
@@ -58,6 +62,8 @@ class Incoming:
     checksums: npt.NDArray[np.uint64] = dataclasses.field(default_factory=lambda: np.empty(0, np.uint64))
     wanted: Flags = dataclasses.field(default_factory=lambda: np.empty(0, np.uint8))
     lenders: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
+    chunk: int = CHUNK_BYTES
+    paced: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +82,14 @@ class Traffic:
 class Exchange:
     """Replica traffic of one rank over one checkpoint process group. Runs on the commit thread."""
 
-    def __init__(self, peers: Peers, paths: MemoryPaths, *, round: int, timeout: timedelta) -> None:
+    def __init__(
+        self, peers: Peers, paths: MemoryPaths, *, round: int, timeout: timedelta, pace: Pace | None = None
+    ) -> None:
+        """Args: pace: when this rank's chunks go; None: at once."""
         self._peers = peers
+        self._pace = pace
+        self._held_chunk: int | None = None  # of the exchange that runs: bytes of the chunks that wait at the gate
+        self._probed = False
         self._round = round
         self._timeout = timeout
         self._replicas = {source: ReplicaSlots(paths, owner) for source, owner in peers.receives.items()}
@@ -157,7 +169,23 @@ class Exchange:
 
     # --- the steps ------------------------------------------------------------------------------------
 
+    def _probe(self) -> None:
+        """Measure what a transfer of one byte takes: in the first exchange, which all members enter alike."""
+        self._probed = True
+        took = []
+        for _ in range(_PROBES):
+            started = time.perf_counter()
+            self._swap(
+                [(source, torch.empty(1, dtype=torch.uint8), _PROBE_TAG) for source in self._peers.receives],
+                [(target, torch.zeros(1, dtype=torch.uint8), _PROBE_TAG) for target in self._peers.sends],
+            )
+            took.append(time.perf_counter() - started)
+        if self._pace is not None:
+            self._pace.started_up(min(took))
+
     def _headers(self, header: SlotHeader, of_round: Callable[[int], bool]) -> dict[int, SlotHeader]:
+        if not self._probed:
+            self._probe()
         packed = bytearray(header.pack().ljust(HEADER_BYTES, b"\0"))
         self._header_out.copy_(torch.frombuffer(packed, dtype=torch.uint8))
         pages = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in self._peers.receives}
@@ -190,7 +218,11 @@ class Exchange:
         return [target for target, answer in answers.items() if not answer.item()]
 
     def _fronts(self, slot: Slot, header: SlotHeader, targets: Sequence[int], incoming: Sequence[Incoming]) -> None:
-        receives, sends = [], []
+        self._held_chunk = self._pace.chunk_bytes if self._pace is not None else None
+        told = torch.tensor([self._held_chunk or CHUNK_BYTES, self._held_chunk is not None]).view(torch.uint8)
+        heard = {entry.source: torch.empty_like(told) for entry in incoming}
+        receives = [(source, data, _CHUNK_TAG) for source, data in heard.items()]
+        sends = [(target, told, _CHUNK_TAG) for target in targets]
         for entry in incoming:
             theirs, known = entry.header, self._received.get(entry.source)
             if known is None or known[0] != theirs.manifest_checksum:
@@ -205,6 +237,10 @@ class Exchange:
             sends.append((target, _bytes(slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
         self._swap(receives, sends)
         for entry in incoming:
+            chunk, paced = heard[entry.source].view(torch.int64).tolist()
+            if chunk < 1:
+                raise ReplicaCorrupt(f"a peer sends chunks of {chunk} bytes")
+            entry.chunk, entry.paced = chunk, bool(paced)
             theirs, known = entry.header, self._received.get(entry.source)
             if known is None or known[0] != theirs.manifest_checksum:
                 parsed = entry.slot.manifest(theirs)
@@ -252,20 +288,23 @@ class Exchange:
         self, slot: Slot, header: SlotHeader, moves: tuple[Manifest, dict[int, Flags], Sequence[Incoming]]
     ) -> None:
         manifest, wanted, incoming = moves
-        group = self._peers.group
-        streams: list[Iterator[Any]] = []
-        for target, flags in wanted.items():
-            streams.append(_posts(group.send, slot, header, spans(manifest, flags), target))
+        pace, group, held = self._pace, self._peers.group, self._held_chunk
+        hold = pace.gate.wait if pace is not None and held is not None else None
+        parts = {target: spans(manifest, flags) for target, flags in wanted.items()}
+        sends = [posts(group.send, slot, header, p, to, held or CHUNK_BYTES, hold) for to, p in parts.items()]
+        receives = []
         for entry in incoming:
             assert entry.manifest is not None, "received before"
             theirs = spans(entry.manifest, entry.wanted)
-            streams.append(_posts(group.recv, entry.slot, entry.header, theirs, entry.source))
-        windows: list[tuple[Iterator[Any], deque[Any]]] = [(stream, deque()) for stream in streams]
-        _post(windows)
-        while windows := [(stream, posted) for stream, posted in windows if posted]:
-            for _, posted in windows:
-                posted.popleft().wait(self._timeout)
-            _post(windows)
+            receives.append(posts(group.recv, entry.slot, entry.header, theirs, entry.source, entry.chunk))
+        if hold is not None or any(entry.paced for entry in incoming):
+            held_back(sends, receives, pace.window if pace is not None else WINDOW, self._timeout)
+        else:
+            arrived = at_once(sends, receives, WINDOW, self._timeout)
+            if pace is not None:
+                pace.arrived(arrived)
+        if pace is not None:
+            pace.sent(max((sum(end - start for start, end in p) for p in parts.values()), default=0), len(parts))
 
     def _swap(
         self, receives: Sequence[tuple[int, torch.Tensor, int]], sends: Sequence[tuple[int, torch.Tensor, int]]
@@ -316,25 +355,6 @@ def spans(manifest: Manifest, wanted: Flags) -> list[Span]:
     return found
 
 
-def _posts(post: Any, slot: Slot, header: SlotHeader, parts: Sequence[Span], peer: int) -> Iterator[Any]:
-    """Post the objects and the parts of the payload chunk by chunk; each chunk has its own tag, so order is no
-    concern."""
-    if header.objects_length:
-        yield post([_bytes(slot, header.objects_offset, header.objects_length)], peer, _OBJECTS_TAG)
-    tag = _FIRST_CHUNK_TAG
-    for start, end in parts:
-        for at in range(start, end, CHUNK_BYTES):
-            chunk = _bytes(slot, header.payload_offset + at, min(CHUNK_BYTES, end - at))
-            yield post([chunk], peer, tag)
-            tag += 1
-
-
-def _post(windows: Sequence[tuple[Iterator[Any], deque[Any]]]) -> None:
-    for stream, posted in windows:
-        while len(posted) < WINDOW and (work := next(stream, None)) is not None:
-            posted.append(work)
-
-
 def _accept(entry: Incoming) -> None:
     """Check what arrived against the header that announced it, then commit it. What is borrowed is as in this rank's
     own slot, whose checksums are known."""
@@ -347,12 +367,6 @@ def _accept(entry: Incoming) -> None:
 def _bytes_of(entry: Incoming) -> int:
     assert entry.manifest is not None, "received before"
     return sum(end - start for start, end in spans(entry.manifest, entry.wanted)) + entry.header.objects_length
-
-
-def _bytes(slot: Slot, start: int, length: int) -> torch.Tensor:
-    if not length:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(slot.view, dtype=torch.uint8, count=length, offset=start)
 
 
 def _same(held: SlotHeader | None, theirs: SlotHeader) -> bool:

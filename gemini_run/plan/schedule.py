@@ -8,10 +8,9 @@ bytes throughout; spans are relative to the moment training goes on after an ite
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import statistics
 from collections.abc import Sequence
+
+from gemini_run.plan.profile import Profile, Span
 
 SAFETY = 0.8  #: mu: share of a span that is used; the paper's artifact has the same
 MIN_SPAN_SECONDS = 0.005
@@ -21,20 +20,6 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 * 2**10, 8 * 2**20
 LATE = 1.5  #: an iteration that takes so many times its usual length is none of the profiled ones
 _EXACT = 64  #: iterations up to which the interval is found by Algorithm 2 itself
 MAX_INTERVAL = 100_000  #: iterations
-_BUSY_SHARE = 0.05  #: of the bandwidth: a link that carries less is idle
-_BINS = 200  #: of an iteration's timeline
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """An idle span of the network.
-
-    Attributes:
-        start, length: seconds.
-    """
-
-    start: float
-    length: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,23 +107,6 @@ def partition(
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
-    """An average iteration without checkpoint traffic.
-
-    Attributes:
-        seconds: its length, from one boundary to the next.
-        spans: when training leaves the network idle.
-    """
-
-    seconds: float
-    spans: tuple[Span, ...]
-
-    @property
-    def idle_seconds(self) -> float:
-        return sum(span.length for span in self.spans)
-
-
-@dataclasses.dataclass(frozen=True)
 class TrafficPlan:
     """What `plan_traffic` found.
 
@@ -148,6 +116,8 @@ class TrafficPlan:
         fits: bytes that one iteration's spans hold.
         left: bytes of each snapshot that are sent outside spans; they cost less than the budget.
         reason: why this interval, for people.
+        sub_buffers: p, transfers posted at once.
+        spacing: seconds from one chunk to the next where there are no spans to put them in; 0 where there are.
     """
 
     profile: Profile
@@ -159,6 +129,8 @@ class TrafficPlan:
     reason: str
     safety: float = SAFETY
     min_span: float = MIN_SPAN_SECONDS
+    sub_buffers: int = SUB_BUFFERS
+    spacing: float = 0.0
 
 
 def chunk_bytes(link: Link, size: int) -> int:
@@ -169,7 +141,7 @@ def chunk_bytes(link: Link, size: int) -> int:
 
 def plan_traffic(
     profile: Profile, size: int, sends: int, link: Link, *, budget: float, interval: int = 1, safety: float = SAFETY,
-    min_span: float = MIN_SPAN_SECONDS,
+    min_span: float = MIN_SPAN_SECONDS, sub_buffers: int = SUB_BUFFERS,
 ) -> TrafficPlan:  # fmt: skip
     """The shortest interval, of at least `interval` iterations, at which traffic stays within the budget.
 
@@ -178,9 +150,10 @@ def plan_traffic(
 
     Args:
         size: bytes of one replica; sends: m - 1.
-        budget: share of training's time, such as 0.01.
+        budget: share of training's time, such as 0.01. 0: what finds no room in idle spans is never sent.
+        sub_buffers: p; one buffer is as large as p of them together.
     """
-    chunk = chunk_bytes(link, size)
+    chunk = chunk_bytes(link, size) * SUB_BUFFERS // sub_buffers
     total = size * sends
 
     def left(iterations: int) -> int:
@@ -201,11 +174,15 @@ def plan_traffic(
         middle = (low + high) // 2
         low, high = (low, middle) if allowed(middle) else (middle, high)
     found, missing = high, left(high)
-    room = f"{_mb(total)} to send every {found} iterations of {1e3 * profile.seconds:.0f} ms; the network's idle spans "
-    room += f"hold {_mb(fits)} of each at {_mb(int(link.bandwidth))}/s"
+    room = f"{_mb(total)} to send every {found} iterations of {1e3 * profile.seconds:.0f} ms; "
+    room += f"the network's idle spans hold {_mb(fits)} of each at {_mb(int(link.bandwidth))}/s"
     if missing:
         room += f", the rest costs at most {budget:.1%}"
-    return TrafficPlan(profile, link, found, chunk, fits, missing, room, safety, min_span)
+    chunks = max(1, -(-total // chunk))
+    spacing = 0.0 if fits else safety * found * profile.seconds / chunks
+    return TrafficPlan(
+        profile, link, found, chunk, fits, missing, room, safety, min_span, sub_buffers, spacing
+    )  # fmt: skip
 
 
 def delay(plan: TrafficPlan, at: float, backlog: float, size: int) -> float | None:
@@ -213,12 +190,14 @@ def delay(plan: TrafficPlan, at: float, backlog: float, size: int) -> float | No
 
     Args:
         at: seconds since training went on after the last boundary.
-        backlog: seconds until what is posted already has been sent.
+        backlog: seconds until what is posted already has been sent, or, with a spacing, until the next is due.
 
     Returns:
         0.0 now; None: not in this iteration.
     """
-    lead = (SUB_BUFFERS - 1) * plan.link.seconds(plan.chunk)
+    if plan.spacing:
+        return max(0.0, backlog)
+    lead = (plan.sub_buffers - 1) * plan.link.seconds(plan.chunk)
     if backlog > lead:
         return backlog - lead
     needed = backlog + plan.link.seconds(size)
@@ -228,60 +207,6 @@ def delay(plan: TrafficPlan, at: float, backlog: float, size: int) -> float | No
         if at + needed <= span.start + plan.safety * span.length:
             return max(0.0, span.start - at)
     return None
-
-
-# --- profile -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """One iteration as it was watched.
-
-    Attributes:
-        seconds: its length.
-        samples: (seconds since it began, bytes that the link has carried since any fixed moment), rising.
-    """
-
-    seconds: float
-    samples: tuple[tuple[float, int], ...]
-
-
-def average(timelines: Sequence[Timeline], bandwidth: float) -> Profile:
-    """Idle spans of the median iteration: where, in most of them, the link carried next to nothing.
-
-    Args:
-        timelines: at least one.
-        bandwidth: bytes per second that the link can carry.
-    """
-    seconds = statistics.median(line.seconds for line in timelines)
-    width = seconds / _BINS
-    carried = [_bins(line, width) for line in timelines]
-    idle = [statistics.median(column) <= _BUSY_SHARE * bandwidth * width for column in zip(*carried, strict=True)]
-    spans, at = [], 0
-    for is_idle, run in itertools.groupby(idle):
-        count = len(list(run))
-        if is_idle:
-            spans.append(Span(at * width, count * width))
-        at += count
-    return Profile(seconds, tuple(spans))
-
-
-def _bins(line: Timeline, width: float) -> list[float]:
-    """Bytes in each bin; between two samples they are taken to flow evenly."""
-    found = [0.0] * _BINS
-    for (start, before), (end, after) in itertools.pairwise(line.samples):
-        if after <= before or end <= start:
-            continue
-        first, last = int(start / width), min(int(end / width), _BINS - 1)
-        for index in range(first, last + 1):
-            overlap = min(end, (index + 1) * width) - max(start, index * width)
-            found[index] += max(0.0, overlap) / (end - start) * (after - before)
-    return found
-
-
-def changed(usual: float, lengths: Sequence[float], tolerance: float = 0.25) -> bool:
-    """Whether iterations of late (their lengths, seconds) are no longer those of a profile."""
-    return bool(lengths) and not math.isclose(statistics.median(lengths), usual, rel_tol=tolerance)
 
 
 def _mb(size: int) -> str:

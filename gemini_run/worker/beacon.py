@@ -45,9 +45,9 @@ class Progress:
             self._state = dataclasses.replace(self._state, changed_at=time.time(), **changes)
             self._beacon.write(self._state)
 
-    def committed(self, iteration: int) -> None:
-        """An iteration is complete on every rank."""
-        self.update(committed=iteration)
+    def committed(self, iteration: int, interval: int) -> None:
+        """An iteration is complete on every rank; snapshots are `interval` iterations apart."""
+        self.update(committed=iteration, interval=interval)
         now = time.monotonic()
         if self._rank == 0 and now - self._last_commit_event >= COMMIT_EVENT_SECONDS:
             self._last_commit_event = now

@@ -30,6 +30,7 @@ from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
 from gemini_run.worker.neighbours import Neighbours
 from gemini_run.worker.restore import Restored, restore
+from gemini_run.worker.traffic import ReplicaTraffic
 
 _JOIN_TIMEOUT = timedelta(minutes=30)  # members reach their first boundary at their own pace
 _CLOSE_SECONDS = 60.0
@@ -88,6 +89,7 @@ class Checkpointer:
         self._said_late = False
         self._has_committed = False
         self._committer: Committer | None = None
+        self._traffic = ReplicaTraffic(self._context, self._rank, self._progress)
 
     @property
     def iteration(self) -> int:
@@ -141,10 +143,12 @@ class Checkpointer:
             self._progress.update(iteration=self._iteration, first_step_at=time.time())
         else:
             self._progress.update(iteration=self._iteration)
+        self._traffic.boundary()
         try:
             self._boundary()
         except GeminiError as error:
             self._fatal(error)
+        self._traffic.resume(self._committer)
 
     def steps(self, total: int) -> Iterator[int]:
         """The steps still to do out of `total`, with a boundary after each: restores first.
@@ -161,6 +165,7 @@ class Checkpointer:
         if self._closed or self._context is None or self._committer is None:
             return
         self._closed = True
+        self._traffic.close()
         # After an exception the other ranks may never come: do not hold up the report of it.
         crashed = getattr(sys, "last_value", None) is not None
         if not self._committer.close(1.0 if crashed else _CLOSE_SECONDS) and not crashed:
@@ -200,6 +205,7 @@ class Checkpointer:
             on_commit=self._committed, on_problem=self._stopped, neighbours=self._neighbours(),
             node=context.node_rank, local_world_size=self._local_world_size, on_parted=self._parted,
             on_torn=self._torn,
+            intervals=self._traffic.intervals,
         )  # fmt: skip
         if found is not None:
             self._committer.submit(Job(found.iteration, found.slot, found.manifest, restored=True))
@@ -226,7 +232,8 @@ class Checkpointer:
             record_imports()
             if self._local_rank == 0:
                 remove_other_worlds(self._paths, self._world_size, self._written_here(self._context))
-        self._progress.committed(iteration)
+        record = self._committer.record if self._committer is not None else None
+        self._progress.committed(iteration, record.following if record is not None else 0)
 
     def _written_here(self, context: WorkerContext) -> set[int]:
         """Ranks whose slots workers of this node write: its own, and those that it keeps replicas of."""
@@ -245,15 +252,17 @@ class Checkpointer:
         committer = self._committer
         if committer is None or committer.problem is not None:
             return
-        if self._iteration < committer.record.next_iteration and not committer.wait(0):
-            return  # the pending snapshot is the one before; nothing is due yet
+        if self._iteration < committer.earliest():
+            return
         started = time.perf_counter()
+        self._traffic.urge()
         if not committer.wait(_NOTICE_SECONDS):
             say(
                 f"rank {self._rank} has waited {_NOTICE_SECONDS:.0f} s for the other ranks to finish the "
                 f"snapshot before iteration {self._iteration}: is step() called on every rank?"
             )
             committer.wait()
+        self._traffic.waited(time.perf_counter() - started)
         record = committer.record
         if committer.problem is not None or self._iteration < record.next_iteration:
             return
@@ -302,7 +311,7 @@ class Checkpointer:
         )  # fmt: skip
         if peers is None:
             return None
-        return Exchange(peers, self._paths, round=context.round, timeout=_JOIN_TIMEOUT)
+        return Exchange(peers, self._paths, round=context.round, timeout=_JOIN_TIMEOUT, pace=self._traffic.pace)
 
     def _neighbours(self) -> Neighbours | None:
         if self._local_world_size < 2:

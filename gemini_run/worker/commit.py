@@ -35,6 +35,7 @@ from gemini_run.wire import (
     key_node_done,
     key_node_torn,
 )
+from gemini_run.worker.interval import Intervals
 from gemini_run.worker.late import Landing
 from gemini_run.worker.neighbours import Borrowing, Neighbours
 
@@ -72,7 +73,7 @@ class Schedule:
     def __init__(
         self, context: WorkerContext, start: int, now: float, busy: Callable[[], bool] = lambda: False
     ) -> None:
-        self._interval = context.snapshot_interval
+        self._interval = self._following = context.snapshot_interval
         self._iterations = context.durable_iterations
         self._seconds = context.durable_seconds
         self._last_durable_at = context.durable_at or now
@@ -80,18 +81,24 @@ class Schedule:
         self._busy = busy
         # After a change of the world size there are only the old world's shards until the first snapshot.
         interval = 1 if context.reshard_from is not None else self._interval
-        self.first = CommitRecord(start, start + interval, self._due_by_count(start, interval))
+        self.first = CommitRecord(start, start + interval, self._due_by_count(start, interval), self._following)
+
+    def stretch(self, interval: int) -> None:
+        """Iterations between snapshots from the next record on; never less than the context's."""
+        self._interval = interval
 
     def after(self, iteration: int, now: float) -> CommitRecord:
         """The record to publish with `iteration`."""
-        if self._due_by_count(iteration, self._interval) or (
+        interval = max(self._interval, self._following)  # the record before promised so much
+        if self._due_by_count(iteration, interval) or (
             self._seconds is not None and now - self._last_durable_at >= self._seconds
         ):
             self._due = True
         durable = self._due and not self._busy()
         if durable:
             self._due, self._last_durable_at = False, now
-        return CommitRecord(iteration, iteration + self._interval, durable)
+        self._following = self._interval
+        return CommitRecord(iteration, iteration + interval, durable, self._following)
 
     def _due_by_count(self, iteration: int, interval: int) -> bool:
         every = self._iterations
@@ -113,9 +120,11 @@ class Committer:
         on_problem: Callable[[str], None], neighbours: Neighbours | None = None, node: int = 0,
         local_world_size: int = 1, on_parted: Callable[[int, tuple[str, ...], bool], None] = lambda *_: None,
         on_torn: Callable[[int, tuple[str, ...]], None] = lambda *_: None,
+        intervals: Intervals | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
+            intervals: None where the interval stays as it is.
             neighbours: the ranks of this node, None if this one is alone; `node` is the node's rank.
             on_parted: called, on the commit thread, with an iteration at which ranks of this node no longer hold
                 alike what they did, the tensors' names, and whether the iteration is void here.
@@ -138,6 +147,7 @@ class Committer:
         self._local_world_size = local_world_size
         self._on_parted = on_parted
         self._on_torn = on_torn
+        self._intervals = intervals
         self._changed = threading.Condition()
         self._job: Job | None = None
         self._closing = False
@@ -161,6 +171,13 @@ class Committer:
         with self._changed:
             return self._changed.wait_for(lambda: self._job is None or self.problem is not None, timeout)
 
+    def earliest(self) -> int:
+        """The first iteration at which a snapshot can be due, by what this rank knows now."""
+        with self._changed:
+            record, job = self.record, self._job
+            pending = job is not None and job.iteration == record.next_iteration
+            return record.next_iteration + (record.following if pending else 0)
+
     def close(self, timeout: float) -> bool:
         """Wait for the pending commit, tell the other ranks that this one makes no more, end the thread."""
         done = self.wait(timeout)
@@ -178,6 +195,8 @@ class Committer:
             exchange: Exchange | None = None
             if self._world_size > 1:
                 store = self._connect()
+                if self._intervals is not None:
+                    self._intervals.open(store)
                 exchange = self._join_peers(store)
             while (job := self._next()) is not None:
                 self._commit(job, store, exchange)
@@ -252,6 +271,10 @@ class Committer:
         return int(store.get(done)) > 0
 
     def _agree(self, iteration: int, store: dist.Store, *, void: bool) -> CommitRecord:
+        if self._intervals is not None:
+            self._intervals.ask(self.record.following, store)
+            if self._rank == 0:
+                self._schedule.stretch(self._intervals.decide(store))
         if self._rank == 0:
             # Before counting: whoever counts last finds the record there.
             store.set(key_commit_record(iteration), self._schedule.after(iteration, time.time()).to_json())

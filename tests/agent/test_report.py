@@ -70,7 +70,7 @@ def test_report_of_a_running_node(runtime: NodeRuntime) -> None:
     write_slot(paths.slot(0, 0), iteration=7, owner=0, world_size=4, round=1, tensors={"a": b"x" * 100}, hold=True)
     write_slot(paths.slot(2, 0), iteration=6, owner=2, world_size=4, round=1, tensors={"a": b"x"}, seal=False)
     (paths.slots / "r00003.0").write_bytes(b"junk")
-    Beacon(paths.beacon(0), writable=True).write(BeaconState(10, "training", 8, 7, 6, 1.0, 0.0125, 100, 1.0))
+    Beacon(paths.beacon(0), writable=True).write(BeaconState(10, "training", 8, 7, 6, 1.0, 0.0125, 100, 1.0, 3))
     Beacon(paths.beacon(1), writable=True).write(BeaconState(99, "training", 3, 3, 3, 1.0, 0.0, 100, 1.0))
     state = AgentState("running", 1, {0: (0, 10), 1: (1, 11)}, "worker rank 0 (pid 9) was killed by SIGKILL", 4)
     written = Reporter(runtime, FakeRendezvous(round_info(1, 2)), state, FakePersister()).snapshot()
@@ -79,7 +79,7 @@ def test_report_of_a_running_node(runtime: NodeRuntime) -> None:
     assert (written["address"], written["local_world_size"], written["replicas"]) == ("127.0.0.1:1234", 2, 2)
     assert written["workers"] == [
         {"local_rank": 0, "rank": 0, "pid": 10, "phase": "training", "iteration": 8, "snapshot": 7, "committed": 6,
-         "stall_ms": 12.5, "state_bytes": 100},
+         "stall_ms": 12.5, "state_bytes": 100, "interval": 3},
         {"local_rank": 1, "rank": 1, "pid": 11, "phase": "starting"},  # its beacon is an earlier worker's
     ]  # fmt: skip
     found = [(s["owner"], s["iteration"], s["round"], s["sealed"], s["hold"]) for s in written["slots"]]

@@ -3,7 +3,8 @@
 Runs under torchrun as well. Each finished iteration is a line "rank iteration" in --lines; at the end each rank saves
 its whole state to --out. --die PLACE:ITERATION lets rank 1 kill itself once, in the first round:
 "copy" in the middle of copying its snapshot, "exchange" in the middle of sending it to the peer. --hang ITERATION lets
-it stop for good in the middle of sending that one, in the second round.
+it stop for good in the middle of sending that one, in the second round. --own-mb gives each rank something that no
+other holds: so much goes over the network with every replica.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--diverge", type=int, help="iteration in which rank 1 alone changes one weight")
     parser.add_argument("--die", default="")
     parser.add_argument("--hang", type=int)
+    parser.add_argument("--own-mb", type=float, default=0.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -69,7 +71,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     log: dict[str, list[float]] = {"losses": []}
-    checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log)
+    own = {"values": torch.full((int(args.own_mb * 1e6 / 8),), rank, dtype=torch.float64)}
+    more = {"own": own} if args.own_mb else {}
+    checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log, **more)
     if args.save_each:
         begun = {"iteration": checkpointer.restore(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         save(begun, args.save_each / f"begun{os.environ.get('GEMINI_RESTART_GENERATION')}.{rank}")
@@ -84,6 +88,7 @@ def main() -> None:
             with torch.no_grad():
                 next(model.parameters())[0, 0] += 1.0
         log["losses"].append(loss.item())
+        own["values"] += 1
         if args.save_each:
             save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -95,8 +100,9 @@ def main() -> None:
         time.sleep(args.pause)
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    more = {"log": log, "rng": torch.get_rng_state(), "draws": [random.random(), float(np.random.standard_normal())]}
-    save({**state, **more}, args.out / f"{rank}.pt")
+    last = {"log": log, "rng": torch.get_rng_state(), "draws": [random.random(), float(np.random.standard_normal())]}
+    save({**state, **last}, args.out / f"{rank}.pt")
+    save(own, args.out / f"own{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -110,10 +110,12 @@ def run() -> Iterator[Callable[..., Run]]:
     """Call it for a Run on a new cluster; all end with the test."""
     clusters: list[LocalCluster] = []
 
-    def make(nodes: int = 2, workers: int = 1, kind: NodeKind = "process", world: int | None = None) -> Run:
+    def make(
+        nodes: int = 2, workers: int = 1, kind: NodeKind = "process", world: int | None = None, rate: str | None = None
+    ) -> Run:  # fmt: skip
         if kind != "process" and (reason := require_root_namespaces(network=kind == "net")):
             pytest.skip(reason)
-        cluster = LocalCluster(nodes=nodes, workers_per_node=workers, kind=kind, echo=False)
+        cluster = LocalCluster(nodes=nodes, workers_per_node=workers, kind=kind, rate=rate, echo=False)
         cluster.__enter__()
         clusters.append(cluster)
         return Run(cluster, world or nodes * workers)

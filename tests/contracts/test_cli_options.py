@@ -17,6 +17,7 @@ OURS = {
     "--replicas": True,
     "--snapshot-interval": True,
     "--late-copy": True,
+    "--overhead-budget": True,
     "--memory-dir": True,
     "--durable": True,
     "--durable-interval": True,

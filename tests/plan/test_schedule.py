@@ -6,19 +6,8 @@ import random
 
 import pytest
 
-from gemini_run.plan.schedule import (
-    SUB_BUFFERS,
-    Chunk,
-    Link,
-    Profile,
-    Span,
-    Timeline,
-    average,
-    changed,
-    delay,
-    partition,
-    plan_traffic,
-)
+from gemini_run.plan.profile import Profile, Span, Timeline, average, changed
+from gemini_run.plan.schedule import SUB_BUFFERS, Chunk, Link, delay, partition, plan_traffic
 
 LINK = Link(bandwidth=1024.0, startup=0.125)
 
