@@ -136,7 +136,7 @@ def draw(file: Path, results: dict[str, Any], args: argparse.Namespace) -> None:
     from matplotlib import pyplot
 
     whole = {kind: result for kind, result in results.items() if "summary" in result}
-    figure, axes = pyplot.subplots(1, len(whole), figsize=(5.2 * len(whole), 3.8), squeeze=False, sharey=True)
+    figure, axes = pyplot.subplots(1, len(whole), figsize=(5.2 * len(whole), 4.1), squeeze=False, sharey=True)
     for axis, (kind, result) in zip(axes[0], whole.items(), strict=True):
         found = {name: entry for name, entry in result["summary"].items() if name != "none"}
         heights = [entry["slowdown_percent"] for entry in found.values()]
@@ -155,8 +155,8 @@ def draw(file: Path, results: dict[str, Any], args: argparse.Namespace) -> None:
         axis.margins(y=0.18)
         axis.legend(frameon=False, fontsize=8)
     axes[0][0].set_ylabel("slowdown of an iteration, %")
-    figure.suptitle(f"Replicas at every snapshot over a link of {args.rate}: median of {args.rounds} rounds, quartiles",
-                    fontsize=11)  # fmt: skip
+    title = f"Replicas at every snapshot over a link of {args.rate}\nmedian of {args.rounds} rounds, quartiles"
+    figure.suptitle(title, fontsize=11)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
 

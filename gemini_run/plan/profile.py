@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 _BUSY_SHARE = 0.05  #: of the bandwidth: a link that carries less is idle
 _LONGEST = 1.5  #: times the usual: what an iteration counts for at most
+_RARE = 8  #: one of so many is few
 _BINS = 200  #: of an iteration's timeline
 
 
@@ -100,10 +101,13 @@ def slower(loaded: Sequence[float], alone: Sequence[float]) -> float:
     """By which share iterations with replica traffic are longer than those without, beyond what may be chance.
 
     Args:
-        loaded: seconds of iterations with traffic in some of them; a much longer one counts as that of an evaluation.
+        loaded: seconds of iterations with traffic in some of them. Few much longer ones are left out, as an evaluation
+            now and then; of more each counts for so much only.
         alone: seconds of iterations without traffic. Neither may be empty.
     """
     usual = statistics.median(alone)
     noise = 2 * statistics.median(abs(length - usual) for length in alone)
-    mean = statistics.mean(min(length, _LONGEST * usual) for length in loaded)
+    ordered = sorted(loaded)
+    rare = sum(length > _LONGEST * usual for length in ordered[len(ordered) - len(ordered) // _RARE :])
+    mean = statistics.mean(min(length, _LONGEST * usual) for length in ordered[: len(ordered) - rare])
     return max(0.0, mean - usual - noise) / usual

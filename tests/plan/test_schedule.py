@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gemini_run.plan.profile import Profile, Span, Timeline, average, changed
+from gemini_run.plan.profile import Profile, Span, Timeline, average, changed, slower
 from gemini_run.plan.schedule import SUB_BUFFERS, Chunk, Link, delay, partition, plan_traffic
 
 LINK = Link(bandwidth=1024.0, startup=0.125)
@@ -121,3 +121,12 @@ def test_an_iteration_of_another_length_is_another_shape() -> None:
     assert not changed(1.0, [1.1, 0.9, 5.0])
     assert changed(1.0, [1.5, 1.4, 0.9])
     assert not changed(1.0, [])
+
+
+def test_what_traffic_costs_is_what_is_beyond_chance_and_evaluations() -> None:
+    alone = [1.0, 1.0, 1.01, 0.99]
+    assert slower([1.0] * 16, alone) == 0.0
+    assert slower([1.1] * 16, alone) == pytest.approx(0.09)
+    assert slower([1.0] * 15 + [20.0], alone) == 0.0, "an evaluation"
+    assert slower([1.0] * 8 + [20.0] * 8, alone) > 0.1, "so many are none"
+    assert slower([20.0], alone) >= 0.0
