@@ -35,6 +35,7 @@ from bench_stall import OURS as STALL_OURS
 from rich.console import Console
 from rich.table import Table
 
+MODELS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 ROOT = Path(__file__).resolve().parent.parent
 JSON_VERSION = 1
 #: option -> (full, quick)
@@ -53,6 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     parser.add_argument("--seed", type=int, default=0, help="of the order of blocks and the moments of kills")
     stall = parser.add_argument_group("part a")
+    stall.add_argument("--model", choices=tuple(MODELS), default="ddp", help="how the state lies on the ranks (ddp)")
     stall.add_argument("--state-mb", type=float, help="parameters and both moments, of each rank (300; quick 20)")
     stall.add_argument("--batch", type=int, default=64)
     stall.add_argument("--rounds", type=int, help="blocks of each contender (6; quick 2)")
@@ -142,7 +144,8 @@ def show_stall(console: Console, result: dict[str, Any]) -> None:
         console.print(f"(a) {where}: FAILED: {result['failed']}", markup=False, highlight=False)
         return
     table = Table(
-        title=f"(a) a checkpoint at every iteration; {where}; state {result['state_bytes'] / 1e6:.0f} MB a rank",
+        title=f"(a) a checkpoint at every iteration; {where}; {MODELS[result['model']]}, state "
+        f"{result['state_bytes'] / 1e6:.0f} MB a rank",
         caption=f"floor: {result['floor_ms']:.1f} ms, all ranks at once copying the same bytes into shared memory "
         f"({result['floor_gb_per_s_of_each_rank']:.1f} GB/s each)",
     )
@@ -214,7 +217,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     show_header(console, results["header"])
     if args.part in ("a", "all"):
         stall = StallSettings(
-            state_mb=args.state_mb, batch=args.batch, rounds=args.rounds, block=args.block, seed=args.seed,
+            model=args.model, state_mb=args.state_mb, batch=args.batch, rounds=args.rounds, block=args.block,
+            seed=args.seed,
             contenders=(NOTHING, *(name for name in args.contenders if name != NOTHING)),
             timeout_seconds=args.timeout,
         )  # fmt: skip

@@ -24,6 +24,7 @@ CONTENDERS = (NOTHING, FLOOR, OURS, "torch.save", "dcp.save", "dcp.async_save", 
 class StallSettings:
     """What part (a) runs."""
 
+    model: str  #: "ddp" or "fsdp2"
     state_mb: float  #: parameters and both moments of AdamW, of each rank
     batch: int
     rounds: int  #: blocks of each contender
@@ -37,15 +38,17 @@ def run_stall(settings: StallSettings, nodes: int) -> dict[str, Any]:
     """Run the bench on `nodes` nodes with two workers in all, and return its results, ready for JSON.
 
     Returns:
-        ``{"nodes", "failed"}`` if the run as a whole broke, else also the floor and one entry per contender.
+        ``{"nodes", "model", "failed"}`` if the run as a whole broke, else also the floor and one entry per contender.
     """
     _check_room(settings, nodes)
+    facts = {"nodes": nodes, "model": settings.model}
     directory = Path(tempfile.mkdtemp(prefix="gemini-run-bench-", dir=SHARED_MEMORY))
     try:
         with LocalCluster(nodes=nodes, workers_per_node=NUM_WORKERS // nodes, echo=False) as cluster:
             out = cluster.scratch / "stall.json"
             arguments = [
-                f"--state-mb={settings.state_mb}", f"--batch={settings.batch}", f"--rounds={settings.rounds}",
+                f"--model={settings.model}", f"--state-mb={settings.state_mb}", f"--batch={settings.batch}",
+                f"--rounds={settings.rounds}",
                 f"--block={settings.block}", f"--seed={settings.seed}",
                 f"--contenders={','.join(settings.contenders)}", f"--directory={directory}", f"--out={out}",
             ]  # fmt: skip
@@ -58,10 +61,10 @@ def run_stall(settings: StallSettings, nodes: int) -> dict[str, Any]:
             try:
                 codes = cluster.wait(settings.timeout_seconds)
             except WaitTimeout as error:
-                return {"nodes": nodes, "failed": str(error)}
+                return {**facts, "failed": str(error)}
             if any(codes) or not out.exists():
-                return {"nodes": nodes, "failed": f"exit codes {codes}\n{cluster.tail()}"}
-            return {"nodes": nodes, **summary(json.loads(out.read_text(encoding="utf-8")))}
+                return {**facts, "failed": f"exit codes {codes}\n{cluster.tail()}"}
+            return {**facts, **summary(json.loads(out.read_text(encoding="utf-8")))}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -82,6 +85,7 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
         if "failed" not in entry:
             entry["ratio_to_gemini_run"] = entry["slowdown_ms"] / ours if ours and ours > 0 else None
             entry["ratio_to_floor"] = entry["slowdown_ms"] / floor_ms
+            entry["stall_to_floor"] = entry.get("stall_median_ms", 0.0) / floor_ms
     return {
         "state_bytes": raw["state_bytes"],
         "parameters": raw["parameters"],
@@ -116,10 +120,13 @@ def _contender(lane: list[dict[str, Any]], base: list[float]) -> dict[str, Any]:
 
 def _check_room(settings: StallSettings, nodes: int) -> None:
     """Raises: RuntimeError if the files of all contenders together would not fit."""
-    # Of each rank: gemini-run's two slots of every replica, the floor, and DCP's copy in ordinary memory; together:
-    # two files of torch.save and two checkpoints of each DCP contender.
-    state = settings.state_mb * 1e6
-    needed = state * (NUM_WORKERS * (2 * nodes + 1 + 2) + 2 + 2 * 3)
+    # Of each rank: model and gradients, the floor, gemini-run's two slots of every replica; two files of torch.save and
+    # two checkpoints of each DCP contender, of one rank with DDP and of each with FSDP2, and what these stage.
+    writers = NUM_WORKERS if settings.model == "fsdp2" else 1
+    each = {FLOOR: 0, OURS: 2 * nodes * NUM_WORKERS, "torch.save": 2 * writers, "dcp.save": 2 * writers}
+    staging = 2 * writers + NUM_WORKERS
+    states = sum(each.get(name, staging) for name in settings.contenders if name != NOTHING) + 2.4 * NUM_WORKERS
+    needed = settings.state_mb * 1e6 * states
     free = shutil.disk_usage(SHARED_MEMORY).free
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > min(free, available):
