@@ -1,12 +1,13 @@
 """What gemini-run costs while training goes well, and what it saves when a worker dies, beside what else there is.
 
-    python scripts/bench.py [--part a|b|all] [--quick] [--json FILE]
+    python scripts/bench.py [--part a|b|c|all] [--quick] [--json FILE]
 
 (a) Every iteration is checkpointed: stall of the call, and slowdown of training by the calls and all that runs behind
     them, against torch.save, DCP save and DCP async_save to /dev/shm; once with both workers on one node, once on two
     nodes that hold each other's replicas.
 (b) SIGKILL of a worker: time to the first finished step and to the first new one, the same for a second worker right
     after ("again"), iterations lost, against torchrun with torch.save every 50 iterations.
+(c) How fast a killed worker's state comes back from its node's memory, against copying the same bytes.
 
 All contenders of a part train the same model. Run it on an otherwise idle machine; the header names the load.
 Exit code 1 if gemini-run itself failed in any part; another contender that fails is shown as failed.
@@ -29,6 +30,7 @@ import torch
 from bench_recovery import CONTENDERS as RECOVERY_CONTENDERS
 from bench_recovery import OURS as RECOVERY_OURS
 from bench_recovery import RecoverySettings, run_recovery
+from bench_restore import RestoreSettings, run_restore
 from bench_stall import CONTENDERS as STALL_CONTENDERS
 from bench_stall import FLOOR, NOTHING, StallSettings, run_stall
 from bench_stall import OURS as STALL_OURS
@@ -44,12 +46,13 @@ DEFAULTS: dict[str, tuple[Any, Any]] = {
     "rounds": (6, 2),
     "block": (5, 3),
     "kills": (3, 1),
+    "restore_mb": (1000.0, 50.0),
 }
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("a", "b", "all"), default="all")
+    parser.add_argument("--part", choices=("a", "b", "c", "all"), default="all")
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything measured to FILE")
     parser.add_argument("--seed", type=int, default=0, help="of the order of blocks and the moments of kills")
@@ -73,6 +76,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--launchers", type=_names(RECOVERY_CONTENDERS), default=RECOVERY_CONTENDERS, metavar="NAME,...",
         help=f"of: {', '.join(RECOVERY_CONTENDERS)} (default: all)",
     )  # fmt: skip
+    restore = parser.add_argument_group("part c")
+    restore.add_argument("--restore-mb", type=float, help="state of each rank (1000; quick 50)")
     args = parser.parse_args(arguments)
     for name, (full, quick) in DEFAULTS.items():
         if getattr(args, name) is None:
@@ -196,6 +201,21 @@ def show_recovery(console: Console, result: dict[str, Any]) -> None:
             console.print(f"{name}: the zygote holds {entry['zygote_bytes'] / 1e6:.0f} MB", highlight=False)
 
 
+def show_restore(console: Console, result: dict[str, Any]) -> None:
+    where = "one worker" if result["workers"] == 1 else f"{result['workers']} workers, each of which copied a part"
+    title = f"(c) {where}: {result['state_mb']:.0f} MB a rank back from the node's memory"
+    if "failed" in result:
+        console.print(f"{title}: FAILED: {result['failed']}", markup=False, highlight=False)
+        return
+    rate = result["bytes"] / 1e6 / result["restore_ms"]
+    console.print(
+        f"{title}: checked and restored in {_ms(result['restore_ms'])} ({rate:.1f} GB/s), copied in "
+        f"{_ms(result['copy_ms'])}: {result['share']:.2f} of the speed of a copy; all of restore() "
+        f"{_ms(result['call_ms'])}",
+        highlight=False,
+    )
+
+
 def _ms(value: float) -> str:
     return f"{value:.1f} ms"
 
@@ -213,7 +233,13 @@ def _ratio(value: float | None) -> str:
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the parts asked for, show each as it is done, and return everything."""
-    results: dict[str, Any] = {"version": JSON_VERSION, "header": header(), "stall": [], "recovery": None}
+    results: dict[str, Any] = {
+        "version": JSON_VERSION,
+        "header": header(),
+        "stall": [],
+        "recovery": None,
+        "restore": [],
+    }
     show_header(console, results["header"])
     if args.part in ("a", "all"):
         stall = StallSettings(
@@ -232,11 +258,18 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         )  # fmt: skip
         results["recovery"] = run_recovery(recovery)
         show_recovery(console, results["recovery"])
+    if args.part in ("c", "all"):
+        for workers in (1, 2):
+            settings = RestoreSettings(state_mb=args.restore_mb, kills=args.kills, workers=workers)
+            results["restore"].append(run_restore(settings))
+            show_restore(console, results["restore"][-1])
     results["load_average_at_end"] = os.getloadavg()
     return results
 
 
 def gemini_run_failed(results: dict[str, Any]) -> bool:
+    if any("failed" in part for part in results["restore"]):
+        return True
     parts = [*results["stall"], *([results["recovery"]] if results["recovery"] else [])]
     ours = (STALL_OURS, RECOVERY_OURS)
     return any("failed" in part or any("failed" in part["contenders"].get(name, {}) for name in ours) for part in parts)
