@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from gemini_run.memory.segment import occupied_bytes, scan_slots
 from gemini_run.testing.nodes import Node
+
+_FEW_FILES = 3  #: open for a moment: a log, a status file, a connection
+_SMALL = 4 * 2**20  #: bytes that allocators keep and objects take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,3 +67,28 @@ class NodeUse:
             memory_bytes=occupied_bytes(paths),
             state_bytes=max(beacon.state_bytes for beacon in beacons.values()),
         )
+
+
+def grown(samples: Sequence[Sequence[NodeUse]], *, slots_per_replica: int) -> list[str]:
+    """What grew from the first sample to the last, and where a node's memory was more than it may be.
+
+    Args:
+        samples: of all nodes, each of which has one worker and keeps one replica for a peer. The first one is to be
+            taken when every slot is made.
+        slots_per_replica: 2, or 3 with a durable tier.
+    """
+    problems = []
+    for at, uses in enumerate(zip(*samples, strict=True)):
+        first, last = uses[0], uses[-1]
+        pairs = [("agent", first.agent, last.agent)]
+        pairs += [(f"worker {i}", *pair) for i, pair in enumerate(zip(first.workers, last.workers, strict=True))]
+        for name, before, after in pairs:
+            if after.descriptors > before.descriptors + _FEW_FILES:
+                problems.append(f"node {at}, {name}: {before.descriptors} open files became {after.descriptors}")
+            if after.private_bytes > before.private_bytes + max(_SMALL, first.state_bytes // 2):
+                problems.append(f"node {at}, {name}: {before.private_bytes} bytes became {after.private_bytes}")
+        for use in uses:
+            allowed = 1.05 * 2 * slots_per_replica * use.state_bytes + _SMALL
+            if use.memory_bytes > allowed:
+                problems.append(f"node {at}: {use.memory_bytes} bytes in slots of a state of {use.state_bytes}")
+    return problems
