@@ -141,10 +141,14 @@ class PlanBuilder:
         self.sources: list[Source] = []
         self.by_name: dict[str, int] = {}
         self._seen: dict[tuple[Any, ...], int] = {}
+        self._kept: list[torch.Tensor] = []  # those known by identity, so that no other takes it
         self._end = 0
 
     def add(self, name: str, tensor: torch.Tensor, *, share: bool = True) -> dict[str, Any]:
         """Register `tensor`; tensors over the same memory with the same layout (tied weights) share one item.
+
+        A sharded tensor of which this rank has nothing has no memory: it is known by identity, for the same names must
+        be tied on every rank (whoever reads the shards of another world looks for a chunk under one name).
 
         Raises:
             UnsupportedState: the tensor is no plain memory.
@@ -158,8 +162,10 @@ class PlanBuilder:
             leaf["device"] = local.device.type
         if dtensor is not None:
             leaf["dtensor"] = True
-        key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device)
-        if share and local.numel() and key in self._seen:
+        key: tuple[Any, ...] = (id(tensor),)
+        if local.numel():
+            key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device)
+        if share and key in self._seen:
             leaf["$tensor"] = self._seen[key]
             return leaf
         index = len(self.items)
@@ -187,8 +193,10 @@ class PlanBuilder:
         self.sources.append(Source(local, local.data_ptr(), self._end, length, dense))
         self._end = aligned(self._end + length)
         self.by_name[unique] = index
-        if share and local.numel():
+        if share:
             self._seen[key] = index
+            if not local.numel():
+                self._kept.append(tensor)
         leaf["$tensor"] = index
         return leaf
 

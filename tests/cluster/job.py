@@ -32,6 +32,25 @@ WIDTH = 48
 KEPT: list[object] = []
 
 
+class Shapes(nn.Module):
+    """Tensors whose elements do not lie in the order of their dimensions; each rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.turned = nn.Parameter(torch.randn(5, 3).t() + rank)
+        self.register_buffer("wide", torch.randn(3, 1).expand(3, 6))
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.randn(parameter.shape))
+            self.wide[:, :1] += 1.0
+
+    def strides(self) -> list[int]:
+        return [n for _, tensor in sorted(self.state_dict().items()) for n in tensor.stride()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
@@ -72,7 +91,8 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     log: dict[str, list[float]] = {"losses": []}
     own = {"values": torch.full((int(args.own_mb * 1e6 / 8),), rank, dtype=torch.float64)}
-    more = {"own": own} if args.own_mb else {}
+    more: dict[str, Any] = {"own": own} if args.own_mb else {}
+    more["shapes"] = shapes = Shapes(rank)
     checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log, **more)
     if args.save_each:
         begun = {"iteration": checkpointer.restore(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -89,6 +109,7 @@ def main() -> None:
                 next(model.parameters())[0, 0] += 1.0
         log["losses"].append(loss.item())
         own["values"] += 1
+        shapes.change()
         if args.save_each:
             save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -100,7 +121,13 @@ def main() -> None:
         time.sleep(args.pause)
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    last = {"log": log, "rng": torch.get_rng_state(), "draws": [random.random(), float(np.random.standard_normal())]}
+    odd = {"shapes": shapes.state_dict(), "strides": shapes.strides()}
+    last = {
+        **odd,
+        "log": log,
+        "rng": torch.get_rng_state(),
+        "draws": [random.random(), float(np.random.standard_normal())],
+    }
     save({**state, **last}, args.out / f"{rank}.pt")
     save(own, args.out / f"own{rank}.pt")
     dist.destroy_process_group()
