@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that an iteration takes longer")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--hsdp", action="store_true", help="two replicas, each sharded over one half of the ranks")
     parser.add_argument(
         "--save-each", type=Path, help="folder for this rank's state as it begins a round, and after every iteration"
     )
@@ -61,10 +62,15 @@ def main() -> None:
 
     layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.GELU()]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-    if args.fsdp:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU(), nn.Linear(WIDTH, WIDTH + 1))
-        wrapped: nn.Module = fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh(
-            "cpu", (dist.get_world_size(),)))  # fmt: skip
+    if args.fsdp or args.hsdp:
+        shape = (2, dist.get_world_size() // 2) if args.hsdp else (dist.get_world_size(),)
+        with torch.random.fork_rng(enabled=args.hsdp):
+            if args.hsdp:
+                torch.manual_seed(0)  # unlike DDP it does not see to it that replicas begin alike
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU(), nn.Linear(WIDTH, WIDTH + 1))
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        wrapped: nn.Module = fully_shard(model, mesh=mesh)
     else:
         wrapped = DistributedDataParallel(model)
     KEPT.append(wrapped)
