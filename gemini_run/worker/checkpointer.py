@@ -233,6 +233,9 @@ class Checkpointer:
             record_imports()
             if self._local_rank == 0:
                 remove_surplus(self._paths, self._joining.written_here())
+            context = self._context
+            if self._rank == 0 and context is not None and context.replicas > 1 and context.round > 0:
+                self._progress.event("replicas_complete", iteration=iteration, copies=context.replicas)
         record = self._committer.record if self._committer is not None else None
         self._progress.committed(iteration, record.following if record is not None else 0)
 
