@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
+from gemini_run.testing.odd import Odd, raw
 
 WIDTH = 48
 #: DDP's reducer ends gloo's threads as it goes, with the GIL held, and one of these may just be waiting for the GIL to
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--die", default="")
     parser.add_argument("--hang", type=int)
     parser.add_argument("--own-mb", type=float, default=0.0)
+    parser.add_argument("--odd", action="store_true", help="each rank also trains tensors of all dtypes and layouts")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -78,7 +80,11 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     log: dict[str, list[float]] = {"losses": []}
     own = {"values": torch.full((int(args.own_mb * 1e6 / 8),), rank, dtype=torch.float64)}
-    more = {"own": own} if args.own_mb else {}
+    more: dict[str, Any] = {"own": own} if args.own_mb else {}
+    if args.odd:
+        odd, conv = Odd(), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        odd_optimizer = torch.optim.Adam([*odd.parameters(), *conv.parameters()], lr=1e-2)
+        more |= {"odd": odd, "conv": conv, "odd_optimizer": odd_optimizer}
     checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log, **more)
     if args.save_each:
         begun = {"iteration": checkpointer.restore(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -93,6 +99,10 @@ def main() -> None:
         if step + 1 == args.diverge and rank == 1:
             with torch.no_grad():
                 next(model.parameters())[0, 0] += 1.0
+        if args.odd:
+            odd_optimizer.zero_grad()
+            (odd(torch.randn(2, 4)).square().mean() + conv(odd.last.new_ones(1, 3, 4, 4)).square().mean()).backward()
+            odd_optimizer.step()
         log["losses"].append(loss.item())
         own["values"] += 1
         if args.save_each:
@@ -107,6 +117,10 @@ def main() -> None:
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     last = {"log": log, "rng": torch.get_rng_state(), "draws": [random.random(), float(np.random.standard_normal())]}
+    if args.odd:
+        moments = {f"{i}.{k}": v for i, s in odd_optimizer.state_dict()["state"].items() for k, v in s.items()}
+        named = [*odd.named_buffers(), *odd.named_parameters(prefix="odd"), *conv.named_parameters(), *moments.items()]
+        state["odd"] = {name: raw(tensor) for name, tensor in named}
     save({**state, **last}, args.out / f"{rank}.pt")
     save(own, args.out / f"own{rank}.pt")
     dist.destroy_process_group()
