@@ -97,8 +97,10 @@ def main() -> None:
     if args.save_each:
         begun = {"iteration": checkpointer.restore(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         save(begun, args.save_each / f"begun{os.environ.get('GEMINI_RESTART_GENERATION')}.{rank}")
+    group = dist.new_group()  # its name must be what it is without gemini-run
     for step in checkpointer.steps(args.steps):
         noise = float(np.random.standard_normal()) + random.random()
+        dist.barrier(group)
         loss = wrapped(torch.randn(8, WIDTH) + noise).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -121,7 +123,7 @@ def main() -> None:
         time.sleep(args.pause)
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    odd = {"shapes": shapes.state_dict(), "strides": shapes.strides()}
+    odd = {"shapes": shapes.state_dict(), "strides": shapes.strides(), "group": group.group_name}
     last = {
         **odd,
         "log": log,

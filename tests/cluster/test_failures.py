@@ -22,6 +22,7 @@ Make = Callable[..., Run]
 
 
 def test_workers_an_agent_and_nodes_are_lost_one_after_the_other(run: Make, reference: Reference) -> None:
+    """Also cases A27 (the script's own groups, see `job.main`) and A46 (strides in a peer's copy, `job.Shapes`)."""
     job = run(2, 1, kind="shm")
     events = job.cluster.events
     node = job.cluster.nodes[1]  # node 0 holds the rendezvous store here: it is the one that must live
@@ -64,6 +65,7 @@ def test_workers_an_agent_and_nodes_are_lost_one_after_the_other(run: Make, refe
 
 @pytest.mark.parametrize("place", ["copy", "exchange"])
 def test_a_worker_killed_in_the_middle_of_a_snapshot(place: str, run: Make, reference: Reference) -> None:
+    """Case A23: both ranks go on from one iteration, the newest complete one."""
     job = run(2, 1)
     job.start(f"--die={place}:20")
     job.ends_like(reference())
@@ -114,6 +116,7 @@ def test_all_copies_are_lost_then_every_machine(run: Make, reference: Reference,
 
 
 def test_nothing_anywhere_is_a_fresh_start_said_loudly(run: Make, reference: Reference) -> None:
+    """Case A33."""
     job = run(2, 1)
     job.start(options=["--replicas=1"])
     job.reach(12)
@@ -161,6 +164,7 @@ def rank_of(memory: MemoryPaths) -> int:
 
 
 def test_twenty_restarts_in_a_row(run: Make, reference: Reference) -> None:
+    """Case A24: whatever lock a killed worker held, the next one commits."""
     job = run(1, 2)
     job.start()
     for restart in range(20):
