@@ -132,6 +132,14 @@ def key_group(group: int, local_rank: int) -> str:
     return f"gemini/pg/{group}/{local_rank}"
 
 
+def key_holds(rank: int) -> str:
+    """What a rank holds, as a checksum of checksums (see worker.joining)."""
+    return f"gemini/holds/{rank}"
+
+
+KEY_TOGETHER = "gemini/together"  #: per node the first node that holds the same (a JSON list), set by rank 0
+
+
 def key_commit_count(iteration: int) -> str:
     """Counter: how many ranks hold `iteration` (own slot and received replicas) complete."""
     return f"gemini/commit/{iteration}/count"

@@ -213,9 +213,9 @@ def show_restore(console: Console, result: dict[str, Any]) -> None:
         return
     rate = result["bytes"] / 1e6 / result["restore_ms"]
     console.print(
-        f"{title}: checked and restored in {_ms(result['restore_ms'])} ({rate:.1f} GB/s), copied in "
-        f"{_ms(result['copy_ms'])}: {result['share']:.2f} of the speed of a copy; all of restore() "
-        f"{_ms(result['call_ms'])}",
+        f"{title}: checked and restored in {_ms(result['restore_ms'])} ({rate:.1f} GB/s); one thread copies it into "
+        f"memory in use in {_ms(result['copy_ms'])} ({result['share']:.2f} of that speed), into new memory in "
+        f"{_ms(result['new_copy_ms'])} ({result['new_share']:.2f}); all of restore() {_ms(result['call_ms'])}",
         highlight=False,
     )
 

@@ -28,6 +28,7 @@ KEEP_ALIVE_IN_ETCD = timedelta(seconds=3)  #: an election there must not pass fo
 _ENDING_SECONDS = 2.0
 _TORCH_KEEP_ALIVE = timedelta(seconds=5)  #: torch's default: the user set nothing
 _EVICT_ATTEMPTS = 20
+_CLOCKS_DIFFER = timedelta(minutes=1)  #: at most: a heartbeat that looks older at first sight is that of a dead node
 
 _waiting = threading.local()  #: .joining: the Joining of this thread while it is inside torch's rendezvous
 
@@ -135,6 +136,33 @@ def _hold(ctx: Any) -> Any:
     return action.KEEP_ALIVE if dynamic_rendezvous._should_keep_alive(ctx) else action.SYNC
 
 
+def _judge_by_own_clock(holder: Any) -> None:
+    """Let a member count as dead once its heartbeat has not changed for so long here.
+
+    torch compares the time that the member wrote with this node's: where their clocks differ by more than the limit,
+    the living are thrown out for ever.
+    """
+    torchs = holder._sanitize
+    seen: dict[Any, tuple[datetime, float]] = {}  # node -> its heartbeat, and when it was first read (monotonic)
+
+    def sanitize() -> None:
+        written: dict[Any, datetime] = holder.state.last_heartbeats
+        now, clock = datetime.now(timezone.utc), time.monotonic()
+        for node in seen.keys() - written.keys():
+            del seen[node]
+        for node, beat in written.items():
+            if node not in seen:
+                seen[node] = (beat, clock if now - beat < _CLOCKS_DIFFER else -float("inf"))
+            elif seen[node][0] != beat:
+                seen[node] = (beat, clock)
+        ages = {node: min(clock - since, 1e6) for node, (_, since) in seen.items()}
+        holder.state.last_heartbeats = {node: now - timedelta(seconds=ages[node]) for node in written}
+        torchs()
+        holder.state.last_heartbeats = {node: written[node] for node in holder.state.last_heartbeats}
+
+    holder._sanitize = sanitize
+
+
 @dataclasses.dataclass(frozen=True)
 class Members:
     """Who is in the rendezvous: `participants` by the names that `Membership.me` gives, of `round`."""
@@ -165,6 +193,7 @@ class Membership:
         handler = self._handler
         holder: Any = handler._state_holder
         holder._cache_duration = 0
+        _judge_by_own_clock(holder)
         if handler.settings.keep_alive_interval == _TORCH_KEEP_ALIVE:
             interval = KEEP_ALIVE if isinstance(handler._store, dist.TCPStore) else KEEP_ALIVE_IN_ETCD
             settings = dataclasses.replace(handler.settings, keep_alive_interval=interval)

@@ -28,6 +28,15 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def is_running(pid: int) -> bool:
+    """Whether process `pid` runs: one that has ended does not, even where nobody has reaped it, as in a container whose
+    first process reaps no orphans."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
 def reap_adopted(sessions: Collection[int]) -> None:
     """Wait for dead processes that this subreaper inherited from ended workers, known by their sessions.
 

@@ -22,6 +22,7 @@ from gemini_run.memory.segment import SlotInfo, durable_refused, read_beacons
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot
+from gemini_run.plan.inventory import after_fetches, memory_health
 from gemini_run.plan.recovery import (
     Fetch,
     History,
@@ -194,8 +195,8 @@ class Recovery:
         if unknown and plan.source != "memory":
             raise Unrecoverable(f"{unknown[0]} (or start under another --rdzv-id)")
 
-    def _plan(self, attempt: int, facts: Sequence[dict[str, Any]]) -> RecoveryPlan:
-        nodes = [
+    def _nodes_of(self, facts: Sequence[dict[str, Any]]) -> list[NodeFacts]:
+        return [
             NodeFacts(
                 peer.node_id,
                 rank,
@@ -205,6 +206,9 @@ class Recovery:
             )
             for rank, (peer, said) in enumerate(zip(self._nodes, facts, strict=True))
         ]
+
+    def _plan(self, attempt: int, facts: Sequence[dict[str, Any]]) -> RecoveryPlan:
+        nodes = self._nodes_of(facts)
         excluded = frozenset(self._excluded)
         plan = plan_recovery(nodes, excluded=excluded)
         # The durable tier is filled from memory: where memory is whole and a node was in the round before, it cannot
@@ -431,9 +435,24 @@ class Recovery:
                 "start": start, "furthest": furthest, "at": now, "durable_at": durable_at,
             }
         )  # fmt: skip
+        self._tell_shortage(plan, facts)
         outcome = Outcome(plan, max(0, finished - start), max(0, furthest - start), self._source(plan))
         self._report(outcome, seen=any(said["slots"] for said in facts) or finished > 0)
         return outcome
+
+    def _tell_shortage(self, plan: RecoveryPlan, facts: Sequence[dict[str, Any]]) -> None:
+        """An event where nodes came or went and left shards with fewer copies than wanted: the workers make them anew
+        with their first snapshot."""
+        wanted = self._runtime.settings.copies_among(len(self._nodes))
+        if self._me or wanted < 2 or plan.iteration is None:
+            return
+        health = memory_health(after_fetches(self._nodes_of(facts), plan.fetches), wanted)
+        if health.replicated is None:
+            short = [rank.rank for rank in health.ranks if len(rank.holders) < wanted]
+            self._runtime.event(
+                "replicas_degraded", round=self._number, iteration=plan.iteration, wanted=wanted,
+                ranks=short or list(range(self._world_size)),
+            )  # fmt: skip
 
     def _source(self, plan: RecoveryPlan) -> str:
         if plan.source != "memory":

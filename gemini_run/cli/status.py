@@ -39,7 +39,9 @@ failed, stopped (by a signal) or dead (its agents are gone and none said why).
                   phase, iteration, snapshot, committed, stall_ms, state_bytes, interval)
     former_nodes  the same, of nodes no longer part of the run
     tiers         local_memory, peer_memory, durable: the newest complete iteration of each
-    replicas      wanted, iteration, ranks (rank, copies, nodes), may_lose (nodes)
+    replicas      asked, wanted (fewer where there are fewer nodes), degraded (fewer copies than
+                  asked since the nodes changed, until made again), iteration,
+                  ranks (rank, copies, nodes), may_lose (nodes)
     last_failure  t, event, node, cause, rank, iteration; or null
     slot_problems node, file, problem
 Unknown is null; times are unix seconds.
@@ -132,7 +134,10 @@ def _head(run: Json) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("run", run["run_id"])
-    table.add_row("state", _state(run["state"]))
+    state = _state(run["state"])
+    if run["replicas"]["degraded"]:
+        state.append(f", degraded: {_shortage(run['replicas'])}", "yellow")
+    table.add_row("state", state)
     if run["round"] is not None:
         restarts = f", {run['restarts']} restart(s)" if run["restarts"] else ""
         table.add_row("round", f"{run['round']}{restarts}, {run['iterations_lost']} iteration(s) repeated so far")
@@ -195,6 +200,15 @@ def _tiers(run: Json) -> Table:
         losable = f"any one of {', '.join(names)}" if len(names) > 1 else (names[0] if names else "none")
         table.add_row("nodes that may die now", "", losable)
     return table
+
+
+def _shortage(replicas: Json) -> str:
+    asked, wanted = replicas["asked"], replicas["wanted"]
+    if asked > wanted:
+        return f"{asked} copies were asked for and there are {wanted} node(s)"
+    short = [entry["rank"] for entry in replicas["ranks"] if entry["copies"] < wanted]
+    who = f"{len(short)} of {len(replicas['ranks'])} rank(s) have" if short else "no rank is known to have"
+    return f"{who} {'fewer than ' if short else ''}{wanted} copies"
 
 
 def _copies(copies: int | None, wanted: int | None) -> Text:

@@ -14,7 +14,8 @@ FAILURES = ("worker_failed", "node_lost", "hang_detected", "fell_back", "run_fai
 
 def summarise(run: RunView) -> Json:
     """The document. Its keys are documented in the command's help and stay as they are."""
-    health = memory_health(run.node_facts())
+    wanted = next((n.report["replicas"] for n in run.nodes if n.report.get("replicas")), None)
+    health = memory_health(run.node_facts(), wanted or 1)
     iteration = _iteration(run)
     reports = [node.report for node in (*run.nodes, *run.former) if node.report]
     return {
@@ -36,7 +37,7 @@ def summarise(run: RunView) -> Json:
             "peer_memory": {"iteration": health.peer},
             "durable": _durable(run, reports),
         },
-        "replicas": _replicas(run, health),
+        "replicas": _replicas(run, health, wanted),
         "last_failure": _last_failure(run, reports),
         "iterations_lost": max((report.get("iterations_lost") or 0 for report in reports), default=0),
         "restarts": max((report.get("restarts") or 0 for report in reports), default=0),
@@ -168,11 +169,13 @@ def _durable(run: RunView, reports: list[Json]) -> Json:
     }
 
 
-def _replicas(run: RunView, health: MemoryHealth) -> Json:
+def _replicas(run: RunView, health: MemoryHealth, wanted: int | None) -> Json:
     names = {node.node_rank: node.node_id for node in run.nodes}
-    wanted = next((n.report["replicas"] for n in run.nodes if n.report.get("replicas")), None)
+    asked = run.settings.get("replicas") or wanted
     return {
+        "asked": asked,
         "wanted": wanted,
+        "degraded": _degraded(run, health, asked, wanted),
         "iteration": health.at,
         "ranks": [
             {
@@ -184,6 +187,26 @@ def _replicas(run: RunView, health: MemoryHealth) -> Json:
         ],
         "may_lose": [names.get(node_rank) for node_rank in health.expendable],
     }
+
+
+def _degraded(run: RunView, health: MemoryHealth, asked: int | None, wanted: int | None) -> bool:
+    """Whether a job that goes on has fewer copies than were asked for, since its nodes changed.
+
+    Seen in the slots; or, as those of other machines are known as of different moments, by the workers' word: a commit
+    of this round made all copies.
+    """
+    if run_state(run) not in ("running", "recovering") or wanted is None or asked is None:
+        return False
+    if asked > wanted:  # more than there are nodes
+        return True
+    began = any((node.round or 0) > 0 for node in run.nodes) or not all(node.alive for node in run.nodes)
+    if wanted < 2 or not began or health.replicated is not None:
+        return False
+    workers = [worker for node in run.nodes for worker in _workers(node)]
+    committed = all(node.state in ("running", "finished") for node in run.nodes) and all(
+        worker.get("interval") for worker in workers
+    )
+    return not (committed and len(workers) == sum(run.local_world_sizes()))
 
 
 def _last_failure(run: RunView, reports: list[Json]) -> Json | None:

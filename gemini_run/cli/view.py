@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
+from gemini_run.agent.process import is_running
 from gemini_run.errors import UnknownRun
 from gemini_run.journal import read_events
 from gemini_run.memory.segment import (
@@ -180,7 +180,7 @@ def load_run(run_id: str) -> RunView:
         here = report.get("hostname") == socket.gethostname() and told.name == node_id
         if here and node_id not in memories and (told / "slots").is_dir():
             memories[node_id] = MemoryPaths(told)
-    nodes = [_node(node_id, reports.get(node_id, {}), memories.get(node_id))
+    nodes = [_node(node_id, reports.get(node_id, {}), memories.get(node_id), paths)
              for node_id in sorted(reports.keys() | memories.keys())]  # fmt: skip
     present, former = _present(nodes)
     events = tuple(read_events(paths.events, last_bytes=EVENT_BYTES))
@@ -194,9 +194,10 @@ def memory_view(directory: Path) -> NodeView | None:
     return _node(directory.name, {}, MemoryPaths(directory))
 
 
-def _node(node_id: str, report: Json, memory: MemoryPaths | None) -> NodeView:
+def _node(node_id: str, report: Json, memory: MemoryPaths | None, paths: RunPaths | None = None) -> NodeView:
     if memory is None:
-        return NodeView(node_id, report, None, _reports_still(report))
+        assert paths is not None, "it is known by its report alone"
+        return NodeView(node_id, report, None, _reports_still(report, paths.node_json(node_id)))
     notes = _read_json(memory.node_json).get("notes")
     return NodeView(
         node_id, report, memory, agent_alive(memory), tuple(scan_slots(memory)), read_beacons(memory),
@@ -204,25 +205,19 @@ def _node(node_id: str, report: Json, memory: MemoryPaths | None) -> NodeView:
     )  # fmt: skip
 
 
-def _reports_still(report: Json) -> bool:
-    """Whether the agent of a node whose memory cannot be seen from here lives, judged by its reports."""
+def _reports_still(report: Json, file: Path) -> bool:
+    """Whether the agent of a node whose memory cannot be seen from here lives, judged by its reports.
+
+    Their age is the file's: the file system has one clock for all nodes, which may differ among themselves.
+    """
     if not report or report.get("state") in ENDED:
         return False
-    fresh = time.time() - float(report.get("updated_at") or 0.0) < SILENT_SECONDS
-    here = report.get("hostname") == socket.gethostname()
-    return fresh and (not here or _process_exists(report.get("pid")))
-
-
-def _process_exists(pid: Any) -> bool:
-    if not isinstance(pid, int) or pid <= 0:
-        return False
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        fresh = time.time() - file.stat().st_mtime < SILENT_SECONDS
+    except FileNotFoundError:
         return False
-    except PermissionError:  # someone else's: it exists
-        return True
-    return True
+    here = report.get("hostname") == socket.gethostname()
+    return fresh and (not here or (isinstance(pid := report.get("pid"), int) and is_running(pid)))
 
 
 def _present(nodes: list[NodeView]) -> tuple[list[NodeView], list[NodeView]]:

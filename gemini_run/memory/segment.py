@@ -228,8 +228,9 @@ def node_directories(run_id: str, base: Path = DEFAULT_MEMORY_BASE) -> list[Memo
         return []
 
 
-def remove_other_worlds(paths: MemoryPaths, world_size: int, written: Collection[int] = ()) -> None:
-    """Remove the slots of worlds of another size, but for those that the durable tier reads.
+def remove_surplus(paths: MemoryPaths, written: Collection[int]) -> None:
+    """Remove the slots that nobody here writes any more (of another world, of another placement), but for those that
+    the durable tier reads. To be called once an iteration of this round is committed.
 
     Args:
         written: owners whose slots workers of this node write now. A writer may have any of their files mapped: they
@@ -237,7 +238,7 @@ def remove_other_worlds(paths: MemoryPaths, world_size: int, written: Collection
     """
     for info in scan_slots(paths):
         header = info.header
-        if header is None or header.world_size == world_size or header.owner in written:
+        if header is None or header.owner in written:
             continue
         if not (info.usable and header.hold):
             info.path.unlink(missing_ok=True)

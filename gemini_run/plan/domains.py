@@ -50,7 +50,7 @@ def arrange(where: Domains, replicas: int) -> tuple[list[int], int]:
     g, q = divmod(nodes, m)
     plain = list(range(nodes))
     shortest = m + q if q else 0
-    found = _faults(where, plain, m, shortest)
+    found = faults(where, plain, m, shortest)
     if m == 1 or found == _NONE:
         return plain, shortest
     candidates = [(plain, shortest)]
@@ -62,7 +62,7 @@ def arrange(where: Domains, replicas: int) -> tuple[list[int], int]:
         candidates.append(_dealt(domains, m, longest=g))
         if where.parallel is not None:
             candidates.append(_dealt(domains, m, longest=g, within=parallel))
-    order, ring = min(candidates, key=lambda c: _faults(where, c[0], m, c[1]))  # the first of equals
+    order, ring = min(candidates, key=lambda c: faults(where, c[0], m, c[1]))  # the first of equals
     if where.domains is not None and where.parallel is not None:
         order = _exchanged(where, order, m, ring)
     return order, ring
@@ -180,7 +180,7 @@ def _exchanged(where: Domains, order: Sequence[int], m: int, ring_length: int) -
 
     def faults_at(*positions: int) -> Faults:
         parts = {min(position // m * m, cut) for position in positions}
-        found = [_faults(where, order[p : p + m] if p < cut else order[cut:], m, 0 if p < cut else ring_length)
+        found = [faults(where, order[p : p + m] if p < cut else order[cut:], m, 0 if p < cut else ring_length)
                  for p in parts]  # fmt: skip
         return sum(f[0] for f in found), sum(f[1] for f in found), sum(f[2] for f in found)
 
@@ -214,7 +214,8 @@ Faults = tuple[int, int, int]
 _NONE: Faults = (0, 0, 0)
 
 
-def _faults(where: Domains, order: Sequence[int], m: int, ring_length: int) -> Faults:
+def faults(where: Domains, order: Sequence[int], m: int, ring_length: int) -> Faults:
+    """Of Algorithm 1's placement of the nodes in this order."""
     cut = len(order) - ring_length
     sets = [(order[i : i + m], m) for i in range(0, cut, m)]
     sets += [([order[cut + (i + s) % ring_length] for s in range(m)], 1) for i in range(ring_length)]

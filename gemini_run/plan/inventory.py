@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from gemini_run.plan.recovery import NodeFacts, agreed_history, on_course, rank_ranges
+from gemini_run.plan.recovery import Fetch, NodeFacts, agreed_history, on_course, rank_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class MemoryHealth:
         peers), else `newest`.
     ranks: copies of each rank at `at`; empty without one.
     expendable: node ranks, each of which may be lost alone without going back behind `at`.
+    replicated: newest of which every rank has as many copies as are wanted.
     """
 
     local: int | None
@@ -44,12 +45,29 @@ class MemoryHealth:
     at: int | None
     ranks: tuple[RankHealth, ...]
     expendable: tuple[int, ...]
+    replicated: int | None = None
 
 
-def memory_health(nodes: Sequence[NodeFacts]) -> MemoryHealth:
+def after_fetches(nodes: Sequence[NodeFacts], fetches: Sequence[Fetch]) -> list[NodeFacts]:
+    """`nodes` once these pulls are done."""
+    found = []
+    for node in nodes:
+        pulled = []
+        for fetch in fetches:
+            if fetch.to_node == node.node_rank:
+                giver = next(other for other in nodes if other.node_rank == fetch.from_node)
+                pulled += [s for s in giver.slots if (s.owner, s.iteration) == (fetch.owner, fetch.iteration)]
+        found.append(dataclasses.replace(node, slots=(*node.slots, *pulled)))
+    return found
+
+
+def memory_health(nodes: Sequence[NodeFacts], copies: int = 1) -> MemoryHealth:
     """Judge the slots of `nodes`, which are the nodes of one round with node ranks 0..n-1, in any order.
 
     Slots of an abandoned course of training or of another world size do not count.
+
+    Args:
+        copies: of each shard that are wanted, the local one included.
     """
     nodes = sorted(nodes, key=lambda node: node.node_rank)
     ranges = rank_ranges([node.local_world_size for node in nodes])
@@ -68,6 +86,7 @@ def memory_health(nodes: Sequence[NodeFacts]) -> MemoryHealth:
     anywhere = newest({i: held.keys() == everyone for i, held in holders.items()})
     local = newest({i: all(home[r] in held.get(r, ()) for r in everyone) for i, held in holders.items()})
     peer = newest({i: all(held.get(r, set()) - {home[r]} for r in everyone) for i, held in holders.items()})
+    replicated = newest({i: all(len(held.get(r, ())) >= copies for r in everyone) for i, held in holders.items()})
     at = anywhere if peer is None else peer
     if at is None or not home:
         return MemoryHealth(local, peer, anywhere, None, (), ())
@@ -76,4 +95,4 @@ def memory_health(nodes: Sequence[NodeFacts]) -> MemoryHealth:
     expendable = tuple(
         node.node_rank for node in nodes if all(set(health.holders) - {node.node_rank} for health in ranks)
     )
-    return MemoryHealth(local, peer, anywhere, at, ranks, expendable)
+    return MemoryHealth(local, peer, anywhere, at, ranks, expendable, replicated)

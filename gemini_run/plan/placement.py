@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from gemini_run.plan.domains import Domains, arrange, colliding
 from gemini_run.plan.sharing import classes_of, share
+from gemini_run.plan.together import gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,7 @@ def placement(
     domains: Sequence[str | None] | None = None,
     parallel: Sequence[str | None] | None = None,
     alike: Sequence[str | None] | None = None,
+    together: Sequence[int] | None = None,
 ) -> Placement:
     """Algorithm 1 (paper, section 4) for N = `num_nodes` and m = `replicas`.
 
@@ -119,17 +121,22 @@ def placement(
             longer ring lowers the odds of every other failure.
         alike: nodes with the same label hold the same shards anyway (data parallelism); None = nobody else does. They
             are copies (those in one domain count once) and only what lacks to m is sent, by the first of them.
+        together: nodes with the same label hold the same tensors, but not all of each other's state: they are put into
+            one group where domains allow it (plan/together.py), and each sends to m - 1 others as ever. As jobs do it.
 
     Raises:
         ValueError: not 1 <= replicas <= num_nodes (the paper leaves it undefined), or a label list of another length.
     """
     if not 1 <= replicas <= num_nodes:
         raise ValueError(f"{replicas} replicas on {num_nodes} nodes: from 1 up to the number of nodes")
-    for name, labels in (("domains", domains), ("parallel", parallel), ("alike", alike)):
+    for name, labels in (("domains", domains), ("parallel", parallel), ("alike", alike), ("together", together)):
         if labels is not None and len(labels) != num_nodes:
             raise ValueError(f"{name}: {len(labels)} labels for {num_nodes} nodes")
     where = Domains(num_nodes, domains, parallel)
-    order, ring_length = arrange(where, replicas)
+    if together is None:
+        order, ring_length = arrange(where, replicas)
+    else:
+        order, ring_length = gathered(where, replicas, classes_of(range(num_nodes), together))
     classes = classes_of(order, alike)
     if any(len(nodes) > 1 for nodes in classes):
         shared, sends = share(where, replicas, classes)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from gemini_run.agent.process import is_running
+
 #: set in a node's environment; every process that descends from it keeps it, daemons included
 MARKER = "GEMINI_TESTING_NODE"
 
@@ -128,17 +130,7 @@ def _await_end(pids: list[int]) -> None:
     waiting = set(pids)
 
     def gone() -> bool:
-        waiting.intersection_update(pid for pid in waiting if is_alive(pid))
+        waiting.intersection_update(pid for pid in waiting if is_running(pid))
         return not waiting
 
     wait_for(gone, 30, f"the end of killed processes {sorted(waiting)}")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether `pid` runs: a process that has ended is dead even where nobody has reaped it, as in a container whose
-    first process reaps no orphans."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False

@@ -16,23 +16,21 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from gemini_run.errors import DurableError, GeminiError, PeerLost, ReplicaCorrupt
-from gemini_run.memory.segment import remove_other_worlds
-from gemini_run.peers.group import form
+from gemini_run.memory.segment import remove_surplus
 from gemini_run.peers.transport import Exchange
-from gemini_run.plan.placement import Placement, placement
 from gemini_run.terminal import say
-from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext, key_group
+from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext
 from gemini_run.worker.arguments import components_of
 from gemini_run.worker.beacon import Progress
 from gemini_run.worker.bootstrap import record_imports
 from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
+from gemini_run.worker.joining import JOIN_TIMEOUT, Joining, holdings
 from gemini_run.worker.neighbours import Neighbours
 from gemini_run.worker.restore import Restored, restore
 from gemini_run.worker.traffic import ReplicaTraffic
 
-_JOIN_TIMEOUT = timedelta(minutes=30)  # members reach their first boundary at their own pace
 _CLOSE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0  #: until the end of snapshots is said on the terminal
 _NOTICE_SECONDS = 30.0
@@ -85,6 +83,9 @@ class Checkpointer:
             durable=(self._context.durable_iterations, self._context.durable_seconds) != (None, None),
             late_copy=self._context.late_copy,
         )  # fmt: skip
+        self._joining = Joining(
+            self._context, rank=self._rank, local_rank=self._local_rank, local_world_size=self._local_world_size
+        )
         self._notice: threading.Timer | None = None
         self._said_late = False
         self._has_committed = False
@@ -227,24 +228,16 @@ class Checkpointer:
 
     def _committed(self, iteration: int) -> None:
         """On the commit thread: `iteration` is complete on every rank."""
-        if self._context is not None and not self._has_committed:
+        if not self._has_committed:
             self._has_committed = True
             record_imports()
             if self._local_rank == 0:
-                remove_other_worlds(self._paths, self._world_size, self._written_here(self._context))
+                remove_surplus(self._paths, self._joining.written_here())
+            context = self._context
+            if self._rank == 0 and context is not None and context.replicas > 1 and context.round > 0:
+                self._progress.event("replicas_complete", iteration=iteration, copies=context.replicas)
         record = self._committer.record if self._committer is not None else None
         self._progress.committed(iteration, record.following if record is not None else 0)
-
-    def _written_here(self, context: WorkerContext) -> set[int]:
-        """Ranks whose slots workers of this node write: its own, and those that it keeps replicas of."""
-        nodes = {context.node_rank}
-        if context.replicas > 1:
-            nodes.update(self._placement(context).receives_from(context.node_rank))
-        size = self._local_world_size
-        return {rank for node in nodes for rank in range(node * size, (node + 1) * size)}
-
-    def _placement(self, context: WorkerContext) -> Placement:
-        return placement(context.num_nodes, context.replicas, domains=context.failure_domains)
 
     def _boundary(self) -> None:
         for component in self._components:
@@ -297,29 +290,27 @@ class Checkpointer:
             timeout=timedelta(minutes=5),
         )  # fmt: skip
 
-    def _join_peers(self, store: dist.Store) -> Exchange | None:
+    def _join_peers(self, store: dist.Store, job: Job | None) -> Exchange | None:
+        """On the commit thread, with the round's first snapshot."""
         context = self._context
-        if context is None or context.replicas < 2:
+        if context is None:
             return None
-        plan = self._placement(context)
-        group = next(i for i, members in enumerate(plan.groups) if context.node_rank in members)
-        first_ranks = tuple(node * self._local_world_size for node in range(context.num_nodes))
-        peers = form(
-            plan, node_rank=context.node_rank, local_rank=self._local_rank, first_ranks=first_ranks,
-            store=store, prefix=key_group(group, self._local_rank), store_host=context.store_host,
-            timeout=_JOIN_TIMEOUT,
-        )  # fmt: skip
+        held = None if job is None else holdings(job.slot, job.manifest, self._private())
+        peers = self._joining.join(store, held)
         if peers is None:
             return None
-        return Exchange(peers, self._paths, round=context.round, timeout=_JOIN_TIMEOUT, pace=self._traffic.pace)
+        return Exchange(peers, self._paths, round=context.round, timeout=JOIN_TIMEOUT, pace=self._traffic.pace)
+
+    def _private(self) -> tuple[str, ...]:
+        """How the names of tensors begin that are each rank's own."""
+        return tuple(f"{component.name}." for component in self._components if component.private)
 
     def _neighbours(self) -> Neighbours | None:
         if self._local_world_size < 2:
             return None
         first = self._rank - self._local_rank
         owners = range(first, first + self._local_world_size)
-        private = [f"{component.name}." for component in self._components if component.private]
-        return Neighbours(self._paths, owner=self._rank, owners=owners, private=private)
+        return Neighbours(self._paths, owner=self._rank, owners=owners, private=self._private())
 
     def _parted(self, iteration: int, names: tuple[str, ...], void: bool) -> None:
         """Ranks of this node held these tensors alike, and do not any more."""

@@ -116,7 +116,7 @@ class Committer:
 
     def __init__(
         self, *, rank: int, world_size: int, schedule: Schedule, connect: Callable[[], dist.Store],
-        join_peers: Callable[[dist.Store], Exchange | None], on_commit: Callable[[int], None],
+        join_peers: Callable[[dist.Store, Job | None], Exchange | None], on_commit: Callable[[int], None],
         on_problem: Callable[[str], None], neighbours: Neighbours | None = None, node: int = 0,
         local_world_size: int = 1, on_parted: Callable[[int, tuple[str, ...], bool], None] = lambda *_: None,
         on_torn: Callable[[int, tuple[str, ...]], None] = lambda *_: None,
@@ -131,7 +131,8 @@ class Committer:
             on_torn: called, on the commit thread, with an iteration whose snapshot is dropped because these tensors of
                 it changed while they were copied.
             connect: opens this thread's own connection to the round's store.
-            join_peers: forms the checkpoint process group (blocks for the other members).
+            join_peers: forms the checkpoint process group, at the first snapshot, which is given sealed, or None if it
+                is torn (blocks for the other members).
             on_commit: called with each committed iteration, on the commit thread.
             on_problem: called once if checkpointing stops, on the commit thread.
         """
@@ -151,6 +152,8 @@ class Committer:
         self._changed = threading.Condition()
         self._job: Job | None = None
         self._closing = False
+        self._exchange: Exchange | None = None
+        self._joined = False
         self._agreed: int | None = None  # the newest iteration whose keys are in the store
         self.record = schedule.first
         self.borrowing: Borrowing | None = None
@@ -192,14 +195,12 @@ class Committer:
     def _main(self) -> None:
         store: dist.Store | None = None
         try:
-            exchange: Exchange | None = None
             if self._world_size > 1:
                 store = self._connect()
                 if self._intervals is not None:
                     self._intervals.open(store)
-                exchange = self._join_peers(store)
             while (job := self._next()) is not None:
-                self._commit(job, store, exchange)
+                self._commit(job, store)
         except (GeminiError, RuntimeError, OSError) as error:
             # RuntimeError: what c10d's stores and groups raise when the other side is gone.
             with self._changed:
@@ -217,7 +218,7 @@ class Committer:
             self._changed.wait_for(lambda: self._job is not None or self._closing)
             return self._job
 
-    def _commit(self, job: Job, store: dist.Store | None, exchange: Exchange | None) -> None:
+    def _commit(self, job: Job, store: dist.Store | None) -> None:
         torn = tuple(name for _, name in job.landing.finish()) if job.landing is not None else ()
         void = lacking = bool(torn)
         if job.landing is not None and torn:
@@ -228,6 +229,9 @@ class Committer:
             if not header.sealed:
                 job.slot.seal(job.manifest, header)
                 header = job.slot.header()
+        if store is not None and not self._joined:
+            self._exchange, self._joined = self._join_peers(store, None if torn else job), True
+        exchange = self._exchange
         borrowing = None
         if store is not None and self._neighbours is not None:
             lacking = self._meet_neighbours(job.iteration, store, torn=lacking)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from jobs import events, run_job, started_job, wait_until
 
+from gemini_run.agent.process import is_running
 from gemini_run.memory.slots import SLOT_VERSION
 from gemini_run.testing.nodes import LocalCluster, require_root_namespaces
-from gemini_run.testing.processes import is_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -130,7 +130,7 @@ def kill_all(home: Path, memory: Path, job: Path, steps: Path, *options: object)
 
 def _running(home: Path) -> bool:
     forked = {int(str(event["pid"])) for event in events(home, "zygote_forked")}
-    return any(is_alive(pid) for pid in forked)
+    return any(is_running(pid) for pid in forked)
 
 
 def test_another_number_of_workers_goes_on_from_what_is_there(

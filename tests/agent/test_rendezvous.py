@@ -250,6 +250,30 @@ def test_the_survivor_evicts_a_dead_member_and_needs_no_keep_alive_timeout(job: 
     assert membership.now().participants == {membership.me}
 
 
+@pytest.mark.parametrize("late", [10, -10])
+def test_nodes_whose_clocks_differ_are_members_as_long_as_they_live(late: int, job: Callable[[int], Job]) -> None:
+    made = job(2)
+    here, there = made.node(), made.node()
+    executor = there.inner._op_executor  # type: ignore[attr-defined]
+    keep_alive = executor._keep_alive
+
+    def of_its_own_clock() -> None:
+        keep_alive()
+        executor._state.last_heartbeats[executor._node] -= timedelta(seconds=late)
+
+    executor._keep_alive = of_its_own_clock
+    made.form(here, there)
+    membership, holder = here.rendezvous._membership, here.inner._state_holder  # type: ignore[attr-defined]
+    assert membership is not None and len(membership.now().participants) == 2
+    here.rendezvous._monitor.stop()
+    there.inner._stop_heartbeats()  # type: ignore[attr-defined]
+    holder._settings = dataclasses.replace(holder._settings, keep_alive_interval=timedelta(seconds=0.2))
+    end = time.monotonic() + PATIENCE
+    while len(membership.now().participants) == 2:
+        assert time.monotonic() < end, "it is dead, and stays a member"
+        time.sleep(0.02)
+
+
 def test_an_evicted_node_that_lives_joins_again(job: Callable[[int], Job]) -> None:
     run = job(2)
     a, b = run.node(), run.node()
@@ -624,6 +648,9 @@ def test_what_membership_relies_on_in_torch() -> None:
     assert list(inspect.signature(torch_dynamic._remove_participant_epilogue).parameters) == ["state", "settings"]
     assert "_delay(seconds=1)" in inspect.getsource(_DistributedRendezvousOpExecutor.run)
     assert "self._cache_duration > 0" in inspect.getsource(_BackendRendezvousStateHolder.sync)
+    assert "self._sanitize()" in inspect.getsource(_BackendRendezvousStateHolder.sync)
+    assert "in state.last_heartbeats.items()" in inspect.getsource(_BackendRendezvousStateHolder._sanitize)
+    assert "def _keep_alive(self)" in inspect.getsource(_DistributedRendezvousOpExecutor)
     source = inspect.getsource(DynamicRendezvousHandler)
     for name in ("self._this_node", "self._heartbeat_lock", "self._state_holder", "self._op_executor", "self._store"):
         assert f"{name} = " in source, name

@@ -25,30 +25,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
+from gemini_run.testing.odd import Odd, raw
 
 WIDTH = 48
 #: DDP's reducer ends gloo's threads as it goes, with the GIL held, and one of these may just be waiting for the GIL to
 #: let go of the last allreduce (seen in torch 2.13, under load): it must outlive main() by a moment.
 KEPT: list[object] = []
-
-
-class Shapes(nn.Module):
-    """Tensors whose elements do not lie in the order of their dimensions; each rank's own."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.turned = nn.Parameter(torch.randn(5, 3).t() + rank)
-        self.register_buffer("wide", torch.randn(3, 1).expand(3, 6))
-
-    def change(self) -> None:
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.add_(torch.randn(parameter.shape))
-            self.wide[:, :1] += 1.0
-
-    def strides(self) -> list[int]:
-        return [n for _, tensor in sorted(self.state_dict().items()) for n in tensor.stride()]
 
 
 def main() -> None:
@@ -58,6 +40,7 @@ def main() -> None:
     parser.add_argument("--lines", type=Path)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that an iteration takes longer")
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--hsdp", action="store_true", help="two replicas, each sharded over one half of the ranks")
     parser.add_argument(
         "--save-each", type=Path, help="folder for this rank's state as it begins a round, and after every iteration"
     )
@@ -65,6 +48,7 @@ def main() -> None:
     parser.add_argument("--die", default="")
     parser.add_argument("--hang", type=int)
     parser.add_argument("--own-mb", type=float, default=0.0)
+    parser.add_argument("--odd", action="store_true", help="each rank also trains tensors of all dtypes and layouts")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -80,10 +64,15 @@ def main() -> None:
 
     layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2), nn.GELU()]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-    if args.fsdp:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU(), nn.Linear(WIDTH, WIDTH + 1))
-        wrapped: nn.Module = fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh(
-            "cpu", (dist.get_world_size(),)))  # fmt: skip
+    if args.fsdp or args.hsdp:
+        shape = (2, dist.get_world_size() // 2) if args.hsdp else (dist.get_world_size(),)
+        with torch.random.fork_rng(enabled=args.hsdp):
+            if args.hsdp:
+                torch.manual_seed(0)  # unlike DDP it does not see to it that replicas begin alike
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.GELU(), nn.Linear(WIDTH, WIDTH + 1))
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        wrapped: nn.Module = fully_shard(model, mesh=mesh)
     else:
         wrapped = DistributedDataParallel(model)
     KEPT.append(wrapped)
@@ -92,15 +81,16 @@ def main() -> None:
     log: dict[str, list[float]] = {"losses": []}
     own = {"values": torch.full((int(args.own_mb * 1e6 / 8),), rank, dtype=torch.float64)}
     more: dict[str, Any] = {"own": own} if args.own_mb else {}
-    more["shapes"] = shapes = Shapes(rank)
+    if args.odd:
+        odd, conv = Odd(), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        odd_optimizer = torch.optim.Adam([*odd.parameters(), *conv.parameters()], lr=1e-2)
+        more |= {"odd": odd, "conv": conv, "odd_optimizer": odd_optimizer}
     checkpointer = gemini_run.Checkpointer(model=model, optimizer=optimizer, scheduler=scheduler, log=log, **more)
     if args.save_each:
         begun = {"iteration": checkpointer.restore(), "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         save(begun, args.save_each / f"begun{os.environ.get('GEMINI_RESTART_GENERATION')}.{rank}")
-    group = dist.new_group()  # its name must be what it is without gemini-run
     for step in checkpointer.steps(args.steps):
         noise = float(np.random.standard_normal()) + random.random()
-        dist.barrier(group)
         loss = wrapped(torch.randn(8, WIDTH) + noise).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -109,9 +99,12 @@ def main() -> None:
         if step + 1 == args.diverge and rank == 1:
             with torch.no_grad():
                 next(model.parameters())[0, 0] += 1.0
+        if args.odd:
+            odd_optimizer.zero_grad()
+            (odd(torch.randn(2, 4)).square().mean() + conv(odd.last.new_ones(1, 3, 4, 4)).square().mean()).backward()
+            odd_optimizer.step()
         log["losses"].append(loss.item())
         own["values"] += 1
-        shapes.change()
         if args.save_each:
             save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
@@ -123,13 +116,11 @@ def main() -> None:
         time.sleep(args.pause)
 
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    odd = {"shapes": shapes.state_dict(), "strides": shapes.strides(), "group": group.group_name}
-    last = {
-        **odd,
-        "log": log,
-        "rng": torch.get_rng_state(),
-        "draws": [random.random(), float(np.random.standard_normal())],
-    }
+    last = {"log": log, "rng": torch.get_rng_state(), "draws": [random.random(), float(np.random.standard_normal())]}
+    if args.odd:
+        moments = {f"{i}.{k}": v for i, s in odd_optimizer.state_dict()["state"].items() for k, v in s.items()}
+        named = [*odd.named_buffers(), *odd.named_parameters(prefix="odd"), *conv.named_parameters(), *moments.items()]
+        state["odd"] = {name: raw(tensor) for name, tensor in named}
     save({**state, **last}, args.out / f"{rank}.pt")
     save(own, args.out / f"own{rank}.pt")
     dist.destroy_process_group()

@@ -22,7 +22,6 @@ Make = Callable[..., Run]
 
 
 def test_workers_an_agent_and_nodes_are_lost_one_after_the_other(run: Make, reference: Reference) -> None:
-    """Also cases A27 (the script's own groups, see `job.main`) and A46 (strides in a peer's copy, `job.Shapes`)."""
     job = run(2, 1, kind="shm")
     events = job.cluster.events
     node = job.cluster.nodes[1]  # node 0 holds the rendezvous store here: it is the one that must live
@@ -190,6 +189,28 @@ def test_sharded_training_of_the_same_size(run: Make, reference: Reference, tmp_
     assert found["iteration"] == STEPS
     for name in parts[0]["model"]:
         assert torch.equal(found["model"][name], torch.cat([part["model"][name] for part in parts])), name
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_all_nodes_but_one_copy_are_lost_at_once(replicas: int, run: Make, reference: Reference) -> None:
+    """m - 1 of four nodes, with m = 3 (a ring) and 4 (one group); m = 2 in test_membership.py and test_alike.py.
+
+    Cases A46 and A47: what the peers send back has every dtype's bits and every layout's strides.
+    """
+    job = run(4, 1)
+    job.start("--odd", options=[f"--replicas={replicas}"])
+    job.reach(8)
+    lost = job.cluster.nodes[5 - replicas :]  # node 0 holds the rendezvous store
+    for node in lost:
+        node.kill()
+    for node in lost:
+        job.cluster.start_node(node.index)
+    job.ends_like(reference("--odd", world=4))
+    sources = sorted(e["source"] for e in job.cluster.events("restored"))
+    assert sources == ["local"] * (5 - replicas) + ["peer"] * (replicas - 1)
+    assert job.cluster.events("fell_back") == []
+    [[lacking], [whole]] = [job.cluster.events(f"replicas_{state}") for state in ("degraded", "complete")]
+    assert (lacking["wanted"], whole["copies"], whole["round"]) == (replicas, replicas, 1)
 
 
 def test_a_spare_takes_over(run: Make, reference: Reference) -> None:

@@ -79,7 +79,7 @@ def test_a_job_shrinks_and_grows_with_its_state(run: Make) -> None:
     """Case A48: three nodes, two, three again; every round goes on from what the one before had reached, to the bit."""
     job = run(3, 1, world=3)
     each = job.cluster.scratch / "each"
-    job.start("--pause=0.25", f"--save-each={each}", options=["--nnodes=2:3", "--shrink-after=0.5"])
+    job.start("--pause=0.25", f"--save-each={each}", options=["--nnodes=2:3", "--shrink-after=0.5", "--replicas=3"])
     for number, node in enumerate(job.cluster.nodes):
         job.until(lambda node=node: node.memory() is not None, f"node {number} has memory")  # type: ignore[misc]
     job.reach(8)
@@ -90,9 +90,13 @@ def test_a_job_shrinks_and_grows_with_its_state(run: Make) -> None:
     job.until_event("restored", 2)
     done = max(job.finished().values())
     job.until(lambda: sorted(job.finished().values())[1] >= done + 3, "two train on")
+    assert ask(job.cluster, "status", job.cluster.run_id, "--json").json["run"]["replicas"]["degraded"]
     job.cluster.start_node(nodes[lost].index)
     job.until(lambda: len(members(job)) == 3, "it has grown again")
     job.until_event("restored", 5)
+    job.until_event("replicas_complete", 2)
+    replicas = ask(job.cluster, "status", job.cluster.run_id, "--json").json["run"]["replicas"]
+    assert (replicas["degraded"], replicas["asked"], replicas["wanted"]) == (False, 3, 3)
     job.until(lambda: not any(node.running for node in job.cluster.nodes), "its end")
     assert job.cluster.wait(60) == [0, 0, 0], job.cluster.tail()
 
@@ -110,6 +114,7 @@ def test_a_job_shrinks_and_grows_with_its_state(run: Make) -> None:
             theirs = torch.load(each / f"{iteration}.{rank % before}", weights_only=True)
             assert mine.pop("iteration") == iteration and count_tensors(theirs) > 15
             assert not differences(mine, theirs)
+    assert [(e["round"], e["wanted"]) for e in job.cluster.events("replicas_degraded")] == [(1, 2), (2, 3)]
     assert job.cluster.events("fell_back") == []
     assert "taken with 3 ranks and redistributed to 2" in job.said()
     assert not any(node.memory() for node in job.cluster.nodes)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from runs import Reference, Run
 
-from gemini_run.testing.processes import is_alive
+from gemini_run.agent.process import is_running
 
 pytestmark = pytest.mark.cluster
 
@@ -31,7 +31,7 @@ def test_one_worker_is_told_to_end_while_the_other_is_behind(run: Make, referenc
     assert behind is not None and told is not None
     os.kill(behind, signal.SIGSTOP)  # rank 0 now waits in a collective, an iteration ahead
     os.kill(told, signal.SIGTERM)
-    job.until(lambda: not is_alive(told), "rank 0 has ended")
+    job.until(lambda: not is_running(told), "rank 0 has ended")
     assert job.cluster.wait(90) == [1]
     assert not node.processes(), "a stopped worker ends too"
     [failure] = job.cluster.events("worker_failed")
@@ -54,7 +54,7 @@ def test_an_agent_is_told_to_end_and_started_again(late: bool, run: Make, refere
     os.kill(node.pid, signal.SIGTERM)
     assert node.wait(90) == 1
     if late:
-        job.until(lambda: left is not None and not is_alive(left), "the other node waits for it")
+        job.until(lambda: left is not None and not is_running(left), "the other node waits for it")
     job.start(options=["--max-restarts=0"], only=1)
     job.ends_like(reference())
     assert [event["signal"] for event in job.cluster.events("node_stopped")] == ["SIGTERM"]

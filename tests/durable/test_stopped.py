@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from faulty_s3 import FaultyS3
 
+from gemini_run.agent.process import is_running
 from gemini_run.durable.checkpoint import newest_committed
 from gemini_run.durable.s3 import S3Tier
 from gemini_run.testing.nodes import LocalCluster
-from gemini_run.testing.processes import is_alive
 
 pytestmark = pytest.mark.cluster
 
@@ -77,7 +77,7 @@ def test_the_last_upload_is_whole_or_nothing(signals: int, gate: Gate, tmp_path:
         gate.closed = True
         os.kill(node.pid, signal.SIGTERM)
         assert gate.reached.wait(PATIENCE), cluster.tail()
-        assert not any(is_alive(pid) for pid in workers if pid), "first the workers end"
+        assert not any(is_running(pid) for pid in workers if pid), "first the workers end"
         assert node.running, "it waits for the upload"
         if signals == 2:
             os.kill(node.pid, signal.SIGTERM)

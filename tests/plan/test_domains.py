@@ -40,6 +40,12 @@ def repeats(plan: Placement, of: list[str]) -> list[int]:
     return [v for v in range(plan.num_nodes) if len({of[h] for h in plan.holders(v)}) < plan.replicas]
 
 
+def faults_of(plan: Placement, of: list[str]) -> tuple[int, int]:
+    """(shards with all copies in one domain, copies beyond the first in a domain)."""
+    spans = [len({of[h] for h in plan.holders(v)}) for v in range(plan.num_nodes)]
+    return spans.count(1), sum(plan.replicas - span for span in spans)
+
+
 def sound(plan: Placement) -> None:
     """What holds of every placement without `alike`: m copies each, the load equal, traffic inside groups."""
     n, m = plan.num_nodes, plan.replicas
@@ -168,6 +174,28 @@ def test_only_what_lacks_to_m_copies_is_sent(m: int) -> None:
                 assert all(v in plan.sends_to(giver) for giver in plan.receives_from(v))
 
 
+def test_who_holds_the_same_is_put_together() -> None:
+    """Two replicas of a model that is sharded over 2 racks of nodes: the copies leave the owner's shard group."""
+    assert placement(8, 2, together=[0, 1, 2, 3] * 2).groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    racks = ["a"] * 4 + ["b"] * 4
+    assert placement(8, 2, domains=racks, together=[0, 1, 2, 3] * 2).groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    # In one rack they must not be together; what is left over (of three, with m = 2) goes its ordinary way.
+    assert placement(8, 2, domains=racks, together=[0, 0, 1, 1, 2, 2, 3, 3]) == placement(8, 2, domains=racks)
+    assert placement(7, 2, together=[0, 1, 0, 1, 0, 1, 6]).groups == ((0, 2), (1, 3), (4, 5, 6))
+    assert placement(5, 3, together=[0] * 5) == placement(5, 3)
+    for n, m, of in (case for case in CASES if case[0] < 8):
+        for spread in (2, 3):
+            for together in ([node % spread for node in range(n)], [node * spread // n for node in range(n)]):
+                free, bound = placement(n, m, together=together), placement(n, m, domains=of, together=together)
+                for plan in (free, bound):
+                    sound(plan)
+                    assert len(plan.ring) == (m + n % m if n % m else 0) or plan is bound
+                assert faults_of(bound, of) <= faults_of(placement(n, m, domains=of), of), (n, m, of, together)
+                apart = sum(len({together[h] for h in free.holders(v)}) > 1 for v in range(n))
+                wholly = sum(together.count(label) // m * m for label in set(together))
+                assert apart <= n - wholly + (m if n % m or n - wholly else 0), (n, m, together)
+
+
 def test_copies_held_alike_in_one_domain_count_once() -> None:
     racks = ["a", "a", "a", "b", "b", "b"]
     plan = placement(6, 2, domains=racks, alike=["x", "x", "x", "y", "y", "y"])
@@ -231,6 +259,6 @@ def test_shared_shards_avoid_parallel_groups_and_spread_the_load() -> None:
 
 
 def test_labels_for_another_number_of_nodes_are_refused() -> None:
-    for name in ("domains", "parallel", "alike"):
+    for name in ("domains", "parallel", "alike", "together"):
         with pytest.raises(ValueError, match=f"{name}: 3 labels for 4 nodes"):
             placement(4, 2, **{name: ["a", "b", "c"]})  # type: ignore[arg-type]

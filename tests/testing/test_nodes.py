@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gemini_run.agent.process import is_running
 from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
 from gemini_run.testing.namespaces import SharedMemory
 from gemini_run.testing.nodes import (
@@ -19,7 +20,7 @@ from gemini_run.testing.nodes import (
     require_root_namespaces,
     wait_for,
 )
-from gemini_run.testing.processes import MARKER, is_alive, marked_processes
+from gemini_run.testing.processes import MARKER, marked_processes
 from gemini_run.wire import DEFAULT_MEMORY_BASE, ENV_RUN_HOME, run_memory
 
 needs_namespaces = pytest.mark.skipif(require_root_namespaces() is not None, reason=require_root_namespaces() or "")
@@ -66,7 +67,7 @@ def test_kill_ends_daemons_that_left_the_tree_and_the_session_and_empties_the_me
         (node.memory_base / "slot").write_text("state")
         node.kill()
         assert node.processes() == []
-        assert not any(is_alive(pid) for pid in pids)
+        assert not any(is_running(pid) for pid in pids)
         assert node.wait(1) == -signal.SIGKILL
         assert list(node.memory_base.iterdir()) == []
 

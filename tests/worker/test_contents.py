@@ -154,7 +154,7 @@ def wrapped() -> Any:
 @pytest.mark.parametrize("make", [sparse, quantized, meta, nested, wrapped])
 @pytest.mark.parametrize("where", ["buffer", "values"])
 def test_what_is_no_plain_memory_is_refused_before_the_first_step(make: Any, where: str, as_worker: Any) -> None:
-    """Case A47."""
+    """Case A47, sparse and quantized."""
     as_worker()
     model, values = torch.nn.Linear(2, 2), {}
     if where == "buffer":
