@@ -211,8 +211,9 @@ def test_all_nodes_but_one_copy_are_lost_at_once(replicas: int, run: Make, refer
 
 
 def test_a_spare_takes_over(run: Make, reference: Reference) -> None:
+    """And the node that it replaces comes back as a spare, with its memory: no use to anybody after the success."""
     job = run(3, 1, world=2)
-    job.start(options=["--nnodes=2"])
+    job.start("--pause=0.1", options=["--nnodes=2"])
     job.reach(15)
     job.cluster.kill_worker(0)  # two failures at once
     members = job.cluster.events("round_started")[0]["nodes"]
@@ -220,8 +221,11 @@ def test_a_spare_takes_over(run: Make, reference: Reference) -> None:
     spare = next(node for name, node in by_id.items() if name not in members)
     lost = next(node for name, node in by_id.items() if name in members and node.index != 0)
     assert spare.index != 0, "the node with the rendezvous store was the first"
-    lost.kill()
+    lost.kill(keep_memory=True)
     job.until_event("restored", 2)
-    assert job.cluster.nodes[0].wait(90) == 0 and spare.wait(90) == 0
+    job.cluster.start_node(lost.index)
+    job.until(lambda: len(job.cluster.events("spare_waiting")) >= 2, "it waits")
+    assert job.cluster.wait(90) == [0, 0, 0]
+    assert lost.memory() is None
     job.equals(reference())
     assert sorted(e["source"] for e in job.cluster.events("restored")) == ["local", "peer"]
