@@ -37,6 +37,8 @@ from bench_stall import OURS as STALL_OURS
 from rich.console import Console
 from rich.table import Table
 
+from gemini_run.config import LATE_COPY
+
 MODELS = {"ddp": "DDP", "fsdp2": "FSDP2"}
 ROOT = Path(__file__).resolve().parent.parent
 JSON_VERSION = 1
@@ -62,6 +64,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     stall.add_argument("--batch", type=int, default=64)
     stall.add_argument("--rounds", type=int, help="blocks of each contender (6; quick 2)")
     stall.add_argument("--block", type=int, help="iterations in a block (5; quick 3)")
+    stall.add_argument("--late-copy", choices=LATE_COPY, default="auto", help="of gemini-run (auto: not late on CPUs)")
     stall.add_argument("--nodes", type=int, choices=(1, 2), help="only on one or two nodes (default: both, in turn)")
     stall.add_argument(
         "--contenders", type=_names(STALL_CONTENDERS), default=STALL_CONTENDERS, metavar="NAME,...",
@@ -148,9 +151,10 @@ def show_stall(console: Console, result: dict[str, Any]) -> None:
     if "failed" in result:
         console.print(f"(a) {where}: FAILED: {result['failed']}", markup=False, highlight=False)
         return
+    late = f"; --late-copy {result['late_copy']}" if result["late_copy"] != "auto" else ""
     table = Table(
         title=f"(a) a checkpoint at every iteration; {where}; {MODELS[result['model']]}, state "
-        f"{result['state_bytes'] / 1e6:.0f} MB a rank",
+        f"{result['state_bytes'] / 1e6:.0f} MB a rank{late}",
         caption=f"floor: {result['floor_ms']:.1f} ms, all ranks at once copying the same bytes into shared memory "
         f"({result['floor_gb_per_s_of_each_rank']:.1f} GB/s each)",
     )
@@ -209,9 +213,9 @@ def show_restore(console: Console, result: dict[str, Any]) -> None:
         return
     rate = result["bytes"] / 1e6 / result["restore_ms"]
     console.print(
-        f"{title}: checked and restored in {_ms(result['restore_ms'])} ({rate:.1f} GB/s), copied in "
-        f"{_ms(result['copy_ms'])}: {result['share']:.2f} of the speed of a copy; all of restore() "
-        f"{_ms(result['call_ms'])}",
+        f"{title}: checked and restored in {_ms(result['restore_ms'])} ({rate:.1f} GB/s); one thread copies it into "
+        f"memory in use in {_ms(result['copy_ms'])} ({result['share']:.2f} of that speed), into new memory in "
+        f"{_ms(result['new_copy_ms'])} ({result['new_share']:.2f}); all of restore() {_ms(result['call_ms'])}",
         highlight=False,
     )
 
@@ -246,7 +250,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             model=args.model, state_mb=args.state_mb, batch=args.batch, rounds=args.rounds, block=args.block,
             seed=args.seed,
             contenders=(NOTHING, *(name for name in args.contenders if name != NOTHING)),
-            timeout_seconds=args.timeout,
+            timeout_seconds=args.timeout, late_copy=args.late_copy,
         )  # fmt: skip
         for nodes in (args.nodes,) if args.nodes else (1, 2):
             results["stall"].append(run_stall(stall, nodes))

@@ -30,7 +30,8 @@ def run_restore(settings: RestoreSettings) -> dict[str, Any]:
 
     Returns:
         ``restore_ms`` of the restoring itself (the event's), ``call_ms`` of the whole `Checkpointer.restore()`,
-        ``copy_ms`` of the same bytes, and ``share``: restoring's speed as a share of the copy's.
+        ``copy_ms`` of the same bytes into used memory and ``new_copy_ms`` into new memory, both by one thread, and
+        ``share``, ``new_share``: restoring's speed as a share of these.
     """
     facts = {"workers": settings.workers, "state_mb": settings.state_mb}
     with LocalCluster(nodes=1, workers_per_node=settings.workers, echo=False) as cluster:
@@ -49,14 +50,16 @@ def run_restore(settings: RestoreSettings) -> dict[str, Any]:
     if len(events) != settings.kills * settings.workers:
         return {**facts, "failed": f"{len(events)} restores from local memory"}
     restore = statistics.median(event["ms"] for event in events)
-    copy = 1e3 * statistics.median(entry["copy_seconds"] for entry in found)
+    copy, new = (1e3 * statistics.median(e[name] for e in found) for name in ("copy_seconds", "new_copy_seconds"))
     return {
         **facts,
         "bytes": found[0]["bytes"],
         "restore_ms": restore,
         "call_ms": 1e3 * statistics.median(entry["seconds"] for entry in found),
         "copy_ms": copy,
+        "new_copy_ms": new,
         "share": copy / restore,
+        "new_share": new / restore,
     }
 
 

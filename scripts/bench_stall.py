@@ -32,6 +32,7 @@ class StallSettings:
     seed: int
     contenders: tuple[str, ...]
     timeout_seconds: float
+    late_copy: str = "auto"  #: gemini-run's option
 
 
 def run_stall(settings: StallSettings, nodes: int) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def run_stall(settings: StallSettings, nodes: int) -> dict[str, Any]:
         ``{"nodes", "model", "failed"}`` if the run as a whole broke, else also the floor and one entry per contender.
     """
     _check_room(settings, nodes)
-    facts = {"nodes": nodes, "model": settings.model}
+    facts = {"nodes": nodes, "model": settings.model, "late_copy": settings.late_copy}
     directory = Path(tempfile.mkdtemp(prefix="gemini-run-bench-", dir=SHARED_MEMORY))
     try:
         with LocalCluster(nodes=nodes, workers_per_node=NUM_WORKERS // nodes, echo=False) as cluster:
@@ -52,12 +53,13 @@ def run_stall(settings: StallSettings, nodes: int) -> dict[str, Any]:
                 f"--block={settings.block}", f"--seed={settings.seed}",
                 f"--contenders={','.join(settings.contenders)}", f"--directory={directory}", f"--out={out}",
             ]  # fmt: skip
+            late = f"--late-copy={settings.late_copy}"
             if nodes == 1:
                 node = cluster.nodes[0]
                 options = ["--standalone", f"--nproc-per-node={NUM_WORKERS}", f"--rdzv-id={cluster.run_id}"]
-                node.start([*options, str(WORKER), *arguments])
+                node.start([*options, late, str(WORKER), *arguments])
             else:
-                cluster.start(WORKER, *arguments)
+                cluster.start(WORKER, *arguments, options=[late])
             try:
                 codes = cluster.wait(settings.timeout_seconds)
             except WaitTimeout as error:

@@ -30,6 +30,8 @@ from gemini_run.wire import HTTP_GENERATION, HTTP_RPC, HTTP_SLOT, HTTP_WATCH
 if TYPE_CHECKING:
     from aiohttp import web
 
+    _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 RpcHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 #: bytes of the watch stream
@@ -120,25 +122,27 @@ class AgentServer:
     async def _run(self) -> None:
         from aiohttp import web
 
-        @web.middleware
-        async def authorised(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "").encode(errors="replace")
-            accepted = (f"Bearer {token}".encode() for token in (self.token, self.own_token))
-            if not any([hmac.compare_digest(given, token) for token in accepted]):
-                raise web.HTTPUnauthorized(text=f"wrong or missing token of run {self._run_id}\n")
-            told = request.headers.get(HTTP_GENERATION)
-            if told is not None and (not told.isdecimal() or int(told) < self.generation):
-                raise web.HTTPPreconditionFailed(text=f"late: of round {told}, this node is in {self.generation}\n")
-            return await handler(request)
+        def authorised(handler: _Handler) -> _Handler:
+            # No middleware: aiohttp keeps the handlers of those, and so this server and all it refers to, for good.
+            async def checked(request: web.Request) -> web.StreamResponse:
+                given = request.headers.get("Authorization", "").encode(errors="replace")
+                accepted = (f"Bearer {token}".encode() for token in (self.token, self.own_token))
+                if not any([hmac.compare_digest(given, token) for token in accepted]):
+                    raise web.HTTPUnauthorized(text=f"wrong or missing token of run {self._run_id}\n")
+                told = request.headers.get(HTTP_GENERATION)
+                if told is not None and (not told.isdecimal() or int(told) < self.generation):
+                    raise web.HTTPPreconditionFailed(text=f"late: of round {told}, this node is in {self.generation}\n")
+                return await handler(request)
 
-        application = web.Application(middlewares=[authorised], client_max_size=_RPC_BYTES)
+            return checked
+
+        application = web.Application(client_max_size=_RPC_BYTES)
         # Digits only: a slot's path is looked up by these two numbers and never built from what was sent.
         slot_route = HTTP_SLOT.format(owner=r"{owner:\d{1,9}}", iteration=r"{iteration:\d{1,18}}")
-        application.router.add_get(slot_route, self._get_slot)
-        application.router.add_get(HTTP_WATCH, self._get_watch)
-        application.router.add_post(HTTP_RPC.format(name="{name}"), self._post_rpc)
+        application.router.add_get(slot_route, authorised(self._get_slot))
+        application.router.add_get(HTTP_WATCH, authorised(self._get_watch))
+        application.router.add_post(HTTP_RPC.format(name="{name}"), authorised(self._post_rpc))
+        application.router.add_route("*", "/{path:.*}", authorised(self._nothing))
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=_CLOSE_SECONDS / 2)
         await runner.setup()
         try:
@@ -146,6 +150,11 @@ class AgentServer:
             await self._stopping.wait()
         finally:
             await runner.cleanup()
+
+    async def _nothing(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        raise web.HTTPNotFound
 
     async def _get_slot(self, request: web.Request) -> web.StreamResponse:
         from aiohttp import web

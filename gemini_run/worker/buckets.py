@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gemini_run.terminal import say
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Component, unwrap
-from gemini_run.worker.layout import PayloadReader, PlanBuilder
+from gemini_run.worker.layout import PlanBuilder
+from gemini_run.worker.loading import PayloadReader
 
 NAME = "ddp_buckets"
 _MIN_RANKS = 3  #: below, the sum of two values has one order

@@ -42,7 +42,7 @@ from gemini_run.worker.neighbours import Borrowing
 
 _LOOK_AGAIN_SECONDS = 0.05
 OBJECTS_RESERVE = 64 * 1024  #: bytes; room for the object state to grow before a slot is remade
-CHUNK_BYTES = 512 * 1024  #: copied, then checked while a core's second-level cache still holds them
+CHUNK_BYTES = 128 * 1024  #: copied, then checked while a core's second-level cache still holds them
 STRUCTURE_RESERVE = 256  #: bytes of manifest for a tensor that the first step will make
 
 

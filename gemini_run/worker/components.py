@@ -16,7 +16,8 @@ from torch import nn
 from gemini_run.errors import GeminiError
 from gemini_run.worker import codec, rng
 from gemini_run.worker.codec import Json, TensorSink
-from gemini_run.worker.layout import PayloadReader, PlanBuilder, StructureChanged, dtensor_of, local_of
+from gemini_run.worker.layout import PlanBuilder, StructureChanged, dtensor_of, local_of
+from gemini_run.worker.loading import PayloadReader
 from gemini_run.worker.unchanged import Lie, same_values, values_of
 
 
@@ -234,12 +235,15 @@ def clean_name(name: str) -> str:
     return ".".join(p for p in name.split(".") if p not in ("_orig_mod", "_fsdp_wrapped_module"))
 
 
-def fresh_tensor(leaf: dict[str, Any], parameter: torch.Tensor | None, reader: PayloadReader) -> torch.Tensor:
-    """A new tensor for a leaf, on the device of `parameter` and sharded as it is, where the saved one was."""
+def fresh_tensor(
+    leaf: dict[str, Any], parameter: torch.Tensor | None, reader: PayloadReader, *, later: bool = False
+) -> torch.Tensor:
+    """A new tensor for a leaf, on the device of `parameter` and sharded as it is, where the saved one was. `later`: its
+    bytes may come once all of the state has been restored."""
     device: torch.device | str = leaf.get("device", "cpu")
     if device != "cpu" and parameter is not None:
         device = local_of(parameter).device
-    tensor = reader.fresh(leaf["$tensor"], device, parameter)
+    tensor = (reader.later if later else reader.fresh)(leaf["$tensor"], device, parameter)
     if not reader.sharded(leaf, parameter):
         return tensor
     dtensor = dtensor_of(parameter) if parameter is not None else None

@@ -22,7 +22,8 @@ from gemini_run.worker import codec, rng
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Component
 from gemini_run.worker.fetching import Loader, Tagged, loader_like
-from gemini_run.worker.layout import PayloadReader, PlanBuilder
+from gemini_run.worker.layout import PlanBuilder
+from gemini_run.worker.loading import PayloadReader
 from gemini_run.worker.passes import Frames, Pass, unframed
 from gemini_run.worker.sampling import Draws, Indices, State, freeze, has_state, thaw
 

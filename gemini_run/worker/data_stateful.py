@@ -8,7 +8,7 @@ from typing import Any
 from gemini_run.worker import codec, rng
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Stateful
-from gemini_run.worker.layout import PayloadReader
+from gemini_run.worker.loading import PayloadReader
 
 _NEXT, _ITERATOR, _MAKE = "next_iter_state", "_iterator", "_get_iterator"
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Component, fresh_tensor, unwrap
-from gemini_run.worker.layout import PayloadReader, PlanBuilder
+from gemini_run.worker.layout import PlanBuilder
+from gemini_run.worker.loading import PayloadReader
 
 NAME = "gradients"
 _SAMPLE = 16  #: gradients looked at per boundary where the script is known to zero them; others take their turn

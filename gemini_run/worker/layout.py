@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemini_run.errors import GeminiError, UnsupportedState
-from gemini_run.plan.manifest import Item, Manifest, aligned
+from gemini_run.errors import UnsupportedState
+from gemini_run.plan.manifest import Item, aligned
 
 
 class StructureChanged(Exception):
@@ -141,10 +141,14 @@ class PlanBuilder:
         self.sources: list[Source] = []
         self.by_name: dict[str, int] = {}
         self._seen: dict[tuple[Any, ...], int] = {}
+        self._kept: list[torch.Tensor] = []  # those known by identity, so that no other takes it
         self._end = 0
 
     def add(self, name: str, tensor: torch.Tensor, *, share: bool = True) -> dict[str, Any]:
         """Register `tensor`; tensors over the same memory with the same layout (tied weights) share one item.
+
+        A sharded tensor of which this rank has nothing has no memory: it is known by identity, for the same names must
+        be tied on every rank (whoever reads the shards of another world looks for a chunk under one name).
 
         Raises:
             UnsupportedState: the tensor is no plain memory.
@@ -158,8 +162,10 @@ class PlanBuilder:
             leaf["device"] = local.device.type
         if dtensor is not None:
             leaf["dtensor"] = True
-        key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device)
-        if share and local.numel() and key in self._seen:
+        key: tuple[Any, ...] = (id(tensor),)
+        if local.numel():
+            key = (local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), local.device)
+        if share and key in self._seen:
             leaf["$tensor"] = self._seen[key]
             return leaf
         index = len(self.items)
@@ -187,8 +193,10 @@ class PlanBuilder:
         self.sources.append(Source(local, local.data_ptr(), self._end, length, dense))
         self._end = aligned(self._end + length)
         self.by_name[unique] = index
-        if share and local.numel():
+        if share:
             self._seen[key] = index
+            if not local.numel():
+                self._kept.append(tensor)
         leaf["$tensor"] = index
         return leaf
 
@@ -205,67 +213,6 @@ def chunk_of(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     _, offsets = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
     return tuple(dtensor.shape), tuple(offsets)
-
-
-class PayloadReader:
-    """Tensors out of a slot's payload."""
-
-    def __init__(self, manifest: Manifest, payload: memoryview) -> None:
-        self.manifest = manifest
-        self._payload = payload
-        self._base = address_of(payload)
-
-    def sharded(self, leaf: dict[str, Any], like: torch.Tensor | None) -> bool:
-        """Whether the saved tensor of `leaf`, state of the parameter `like`, is to be a DTensor as that one is.
-
-        Raises: GeminiError where it can be none.
-        """
-        return bool(leaf.get("dtensor"))
-
-    def fresh(self, index: int, device: torch.device | str = "cpu", like: torch.Tensor | None = None) -> torch.Tensor:
-        """A new (local) tensor with the saved dtype, shape, strides and bytes. `like`: the parameter it belongs to."""
-        item = self.manifest.items[index]
-        dtype = getattr(torch, item.dtype)
-        tensor = torch.empty_strided(item.shape, item.stride, dtype=dtype)
-        if item.length:
-            ctypes.memmove(tensor.data_ptr(), self._base + item.offset, item.length)
-        return tensor if torch.device(device).type == "cpu" else tensor.to(device)
-
-    def fits(self, index: int, live: torch.Tensor) -> bool:
-        """Whether the saved bytes can go into this rank's part of `live` as they are (up to strides)."""
-        item = self.manifest.items[index]
-        return str(live.dtype) == f"torch.{item.dtype}" and tuple(local_of(live).shape) == item.shape
-
-    def restride(self, index: int, live: torch.Tensor) -> None:
-        """Lay the elements of a dense live tensor out in the order that was saved, over the same memory."""
-        item = self.manifest.items[index]
-        if dtensor_of(live) is None and self.fits(index, live) and live.stride() != item.stride and is_dense(live):
-            live.data = live.data.as_strided(item.shape, item.stride)
-
-    def into(self, index: int, live: torch.Tensor, name: str) -> None:
-        """Overwrite this rank's part of the live tensor in place; nothing is cast.
-
-        Raises:
-            GeminiError: dtype or shape differ from what was saved.
-        """
-        item = self.manifest.items[index]
-        if not self.fits(index, live):
-            raise self.misfit(item.dtype, item.shape, local_of(live), name)
-        if not item.length:
-            return
-        live = local_of(live)
-        if live.device.type == "cpu" and is_dense(live) and live.stride() == item.stride:
-            ctypes.memmove(live.data_ptr(), self._base + item.offset, item.length)
-        else:
-            with torch.no_grad():
-                unrepeated(live, live).copy_(unrepeated(self.fresh(index), live))
-
-    def misfit(self, dtype: str, shape: tuple[int, ...], live: torch.Tensor, name: str) -> GeminiError:
-        """The error that says that the script made another tensor than was saved."""
-        return GeminiError(
-            f"{name}: the checkpoint holds {dtype} {list(shape)}, the script made "
-            f"{str(live.dtype).removeprefix('torch.')} {list(live.shape)}: restore needs the model that was saved"
-        )
 
 
 def bytes_at(address: int, length: int) -> memoryview:

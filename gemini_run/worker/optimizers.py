@@ -11,7 +11,8 @@ from gemini_run.errors import GeminiError, UnsupportedState
 from gemini_run.worker import codec
 from gemini_run.worker.codec import Json, TensorSink
 from gemini_run.worker.components import Component, few, fresh_tensor, unique_bytes
-from gemini_run.worker.layout import PayloadReader, PlanBuilder, StructureChanged, dtensor_of, local_of
+from gemini_run.worker.layout import PlanBuilder, StructureChanged, dtensor_of, local_of
+from gemini_run.worker.loading import PayloadReader
 from gemini_run.worker.unchanged import Lie, same, same_values, values_of
 
 _ADAM_LIKE = 2  # moments of the parameter's size
@@ -207,7 +208,7 @@ def _into_or_new(tree: Json, live: Any, parameter: torch.Tensor | None, reader: 
             reader.restride(tree["$tensor"], live)
             reader.into(tree["$tensor"], live, name)
             return live
-    return fresh_tensor(tree, parameter, reader)
+    return fresh_tensor(tree, parameter, reader, later=True)
 
 
 def _table(entries: dict[Any, Json]) -> Json:

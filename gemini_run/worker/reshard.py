@@ -24,7 +24,8 @@ from gemini_run.wire import MemoryPaths, Reshard
 from gemini_run.worker.codec import Json, unpack_objects
 from gemini_run.worker.components import Component, Generators
 from gemini_run.worker.data import Position
-from gemini_run.worker.layout import PayloadReader, chunk_of, dtensor_of, local_of
+from gemini_run.worker.layout import chunk_of, dtensor_of, local_of
+from gemini_run.worker.loading import PayloadReader
 from gemini_run.worker.restore import check_names
 from gemini_run.worker.shards import Shard, Shards
 
@@ -95,7 +96,7 @@ class ShardsReader(PayloadReader):
     """As PayloadReader, for tensors whose part of the whole is another now. Items are those of the `base` shard."""
 
     def __init__(self, shards: Shards, base: Shard) -> None:
-        super().__init__(base.manifest, memoryview(b""))
+        super().__init__(base.manifest)
         self.num_bytes = 0
         self._shards = shards
         self._own = base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from gemini_run.wire import MemoryPaths
 from gemini_run.worker.arguments import RESERVED_NAMES
 from gemini_run.worker.codec import unpack_objects
 from gemini_run.worker.components import Component
-from gemini_run.worker.layout import PayloadReader
+from gemini_run.worker.loading import SlotReader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Restored:
 
 
 def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, iteration: int) -> Restored:
-    """Load iteration `iteration` of rank `owner` from this node's memory, every checksum checked first.
+    """Load iteration `iteration` of rank `owner` from this node's memory, every checksum checked.
 
     Raises:
-        ReplicaCorrupt: there is no such slot here, or it fails a check; it is marked refused, and nothing live
-            was changed.
+        ReplicaCorrupt: there is no such slot here, or it fails a check; it is marked refused. The live objects may be
+            spoilt: this process must end.
         GeminiError: the live objects are not those that were saved.
     """
     started = time.perf_counter()
@@ -44,17 +45,18 @@ def restore(components: Sequence[Component], paths: MemoryPaths, *, owner: int, 
         header = slot.header()
         if header.borrowed:
             fill(slot, header, slot.manifest(header))
-        header, manifest = slot.verify()
+        header, manifest = slot.verify(payload=False)  # the tensors on their way
         saved, static, dynamic = unpack_objects(slot.objects(header))
         if saved != iteration:
             raise ReplicaCorrupt(f"{slot.path}: says iteration {iteration} and holds {saved}")
+        check_names(components, static)
+        with contextlib.closing(SlotReader(slot, header, manifest)) as reader:
+            for component in components:  # generators come last: loading the others may draw from them
+                component.restore(static[component.name], dynamic[component.name], reader)
+            reader.finish()
     except ReplicaCorrupt:
         slot.refuse()
         raise
-    check_names(components, static)
-    reader = PayloadReader(manifest, slot.payload(header))
-    for component in components:  # generators come last: loading the others may draw from them
-        component.restore(static[component.name], dynamic[component.name], reader)
     for component in components:
         component.settle()
     return Restored(iteration, slot, manifest, index, header.payload_length, time.perf_counter() - started)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +197,41 @@ def test_the_marker_is_written_last(slots, tmp_path):
     persist(Recording(str(tmp_path / "durable")), slots[0])
     assert order[-1] == "it-0000000007/gemini.json"
     assert order.count(order[-1]) == 1
+
+
+def test_killed_at_any_file_of_an_upload(slots, memory, tmp_path):
+    """Case A26: whatever a killed upload leaves, the newest checkpoint is the last whole one, and can be read."""
+    tier = FilesystemTier(str(tmp_path / "durable"))
+    persist(tier, slots[0])
+    path = memory.paths.slot(0, 3)
+    make_slot(path, state(0, seed=9), iteration=9)
+
+    def dying_at(number: int) -> None:
+        replace, left = os.replace, [number]
+
+        def counted(*names):  # the file is written and has not its name yet
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            replace(*names)
+
+        os.replace = counted
+        persist(tier, {0: path}, 9)
+
+    for survived in itertools.count():
+        child = os.fork()
+        if not child:
+            try:
+                dying_at(survived)
+            finally:
+                os._exit(0)
+        if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+            break
+        assert checkpoint.newest_committed(tier) == 7
+        checkpoint.verify(tier, 7)
+    assert survived >= 3
+    assert checkpoint.newest_committed(tier) == 9
+    checkpoint.verify(tier, 9)
 
 
 def test_commit_refuses_what_is_incomplete(slots, tmp_path):

@@ -1,11 +1,13 @@
 """Three ranks with DDP, forked from one interpreter so that torch is imported once.
 
-argv: a JSON list of phases {"given": "wrapped" | "bare", "total": iterations, "port": of the process group,
-"context": the worker context}. Prints a hash of rank 0's weights after each phase.
+argv: a JSON list of phases {"given": "wrapped" | "bare", "window": micro-batches of an optimizer step, each an
+iteration, "total": iterations, "port": of the process group, "context": the worker context}. Prints a hash of rank 0's
+weights after each phase.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -39,10 +41,15 @@ def train(rank: int, phase: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(100 + rank)
     ckpt = gemini_run.Checkpointer(model=ddp if phase["given"] == "wrapped" else model, optimizer=optimizer)
-    for _ in ckpt.steps(phase["total"]):
-        optimizer.zero_grad()
-        ddp(torch.randn(8, 500)).square().mean().backward()
-        optimizer.step()
+    window = phase["window"]
+    for step in ckpt.steps(phase["total"]):
+        last = step % window == window - 1
+        if step % window == 0:
+            optimizer.zero_grad()
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            ddp(torch.randn(8, 500)).square().mean().backward()
+        if last:
+            optimizer.step()
     ckpt.close()
     if rank == 0:
         digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))

@@ -30,13 +30,14 @@ from gemini_run.wire import ENV_WORKER
 
 
 class Net(nn.Module):
-    """Layers whose rows 2 and 3 ranks cannot share evenly; of the last one some ranks have nothing."""
+    """Layers whose rows 2 and 3 ranks cannot share evenly; of the last one, which has two names, some have nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 10)
         self.norm = nn.BatchNorm1d(10)
         self.down = nn.Linear(10, 1)
+        self.tied = self.down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.down(torch.tanh(self.norm(self.up(x))))
