@@ -38,6 +38,7 @@ from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.config import Settings
 from gemini_run.errors import ConfigError, GeminiError
 from gemini_run.ids import new_run_id, shared_run_id
+from gemini_run.journal import read_events
 from gemini_run.memory.segment import NodeMemory, read_beacons
 from gemini_run.terminal import say
 from gemini_run.wire import RunPaths
@@ -291,6 +292,7 @@ class _Node:
         try:
             result = self._agent.run()
             if result is None:  # a spare whose run ended without it (torch handles this exit itself)
+                ending.succeeded = self._others_succeeded()
                 self._end("succeeded")
                 return {}
             if result.is_failed():
@@ -327,6 +329,17 @@ class _Node:
             if ending.final:
                 self._runtime.server.finished = True  # peers that watch this node take its end as orderly
                 self._rendezvous.shutdown()
+
+    def _others_succeeded(self) -> bool:
+        """Whether the log says so, where their run home is this node's: what a spare kept from a time as a member is
+        of no use then."""
+        me = self._runtime.memory.node_id
+        for event in reversed(read_events(self._runtime.paths.events)):
+            if event["event"] in ("run_succeeded", "run_failed"):
+                return bool(event["event"] == "run_succeeded")
+            if event["event"] == "spare_waiting" and event["node"] == me:
+                return False  # whatever ended before was an earlier start of the run
+        return False
 
     def _end(self, phase: str) -> None:
         self._state.phase = phase

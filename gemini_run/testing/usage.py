@@ -69,13 +69,13 @@ class NodeUse:
         )
 
 
-def grown(samples: Sequence[Sequence[NodeUse]], *, slots_per_replica: int) -> list[str]:
+def grown(samples: Sequence[Sequence[NodeUse]], *, slots: int) -> list[str]:
     """What grew from the first sample to the last, and where a node's memory was more than it may be.
 
     Args:
         samples: of all nodes, each of which has one worker and keeps one replica for a peer. The first one is to be
             taken when every slot is made.
-        slots_per_replica: 2, or 3 with a durable tier.
+        slots: that a node may have: two of its own and two of the replica, one more where the durable tier holds some.
     """
     problems = []
     for at, uses in enumerate(zip(*samples, strict=True)):
@@ -88,7 +88,7 @@ def grown(samples: Sequence[Sequence[NodeUse]], *, slots_per_replica: int) -> li
             if after.private_bytes > before.private_bytes + max(_SMALL, first.state_bytes // 2):
                 problems.append(f"node {at}, {name}: {before.private_bytes} bytes became {after.private_bytes}")
         for use in uses:
-            allowed = 1.05 * 2 * slots_per_replica * use.state_bytes + _SMALL
+            allowed = 1.05 * slots * use.state_bytes
             if use.memory_bytes > allowed:
                 problems.append(f"node {at}: {use.memory_bytes} bytes in slots of a state of {use.state_bytes}")
     return problems

@@ -64,6 +64,7 @@ def one_error(stderr: str) -> str:
 
 
 def test_shared_memory_too_small_is_said_before_the_first_step(job: Path, tmp_path: Path) -> None:
+    """Case A29; full while a slot is made: tests/memory/test_slots.py."""
     reason = require_root_namespaces()
     if reason:
         pytest.skip(reason)

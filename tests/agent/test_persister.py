@@ -309,6 +309,7 @@ def test_finish_of_one_node_alone_is_served_by_the_root(cluster):
 
 
 def test_finish_is_bounded_and_says_so(cluster, capfd):
+    """Case A25: the wait for the last upload has a bound; within it, test_stopped.py."""
     root, other = cluster
     for node in cluster:
         node.settings = dataclasses.replace(node.settings, durable_timeout=0.2)

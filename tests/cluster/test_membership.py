@@ -76,7 +76,7 @@ def test_a_node_that_comes_back_after_its_spare_took_over_is_a_spare(how: str, r
 
 
 def test_a_job_shrinks_and_grows_with_its_state(run: Make) -> None:
-    """Three nodes, two, then three again: every round goes on from what the one before had reached, to the bit."""
+    """Case A48: three nodes, two, three again; every round goes on from what the one before had reached, to the bit."""
     job = run(3, 1, world=3)
     each = job.cluster.scratch / "each"
     job.start("--pause=0.25", f"--save-each={each}", options=["--nnodes=2:3", "--shrink-after=0.5", "--replicas=3"])

@@ -84,6 +84,7 @@ def json_order(state: Any) -> Any:
 
 
 def test_beside_a_running_job(stages: dict[str, Any]) -> None:
+    """Case A31: readers come and go, the job and its memory stay."""
     plan = stages["live"].json
     assert plan["source"] == "memory" and plan["version"] == 1
     assert {rank["tier"] for rank in plan["ranks"]} == {"local memory"}
@@ -142,6 +143,7 @@ def test_damaged_memory_is_left_out(stages: dict[str, Any]) -> None:
 
 
 def test_from_the_durable_tier_alone(stages: dict[str, Any]) -> None:
+    """Case A49: read with torch.load's defaults (`check_export`)."""
     plan = stages["durable"].json
     assert plan["source"] == "durable" and {rank["tier"] for rank in plan["ranks"]} == {"durable"}
     assert plan["iteration"] == stages["damaged"].json["iteration"]

@@ -26,4 +26,4 @@ def test_nothing_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             job.until_event("persisted", len(samples) + 1)
             samples.append([NodeUse.of(node) for node in cluster.nodes])
         assert all(use.state_bytes > 4e6 for uses in samples for use in uses)
-        assert not grown(samples, slots_per_replica=3)
+        assert not grown(samples, slots=5)

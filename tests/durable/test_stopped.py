@@ -65,6 +65,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 @pytest.mark.parametrize("signals", [1, 2], ids=["waited for", "given up"])
 def test_the_last_upload_is_whole_or_nothing(signals: int, gate: Gate, tmp_path: Path) -> None:
+    """Case A25."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
     options = ["--durable=s3://stopped/p", "--durable-interval=100000it", "--shutdown-timeout=20"]

@@ -307,6 +307,7 @@ FULL_TMPFS = """
 
 
 def test_full_file_system_is_an_error_with_numbers(tmp_path: Path) -> None:
+    """Case A29."""
     if os.getuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:

@@ -1,4 +1,9 @@
-"""Killed anywhere and restored in a fresh process, bit for bit, for every kind of training state."""
+"""Killed anywhere and restored in a fresh process, bit for bit, for every kind of training state.
+
+Of `contents`: case A34 (scaler_with_skipped_steps), A35 (accumulation_window, accumulation_zeroed_after, never_zeroed;
+with DDP test_buckets.py), A39 (the schedules, lr_set_by_hand), A41 (lbfgs, gan, unusual_optimizer), A46 and A47
+(dtypes_and_strides, channels_last).
+"""
 
 from __future__ import annotations
 

@@ -98,6 +98,8 @@ CASES += [("unbatched", 2), ("reseeded", 2)]
 def test_killed_runs_see_every_sample_as_the_uninterrupted_one(
     name: str, workers: int, as_worker: Any, memory: MemoryPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Cases A36 and A38."""
+
     def make() -> DataLoader:
         return LOADERS[name](workers)
 

@@ -146,6 +146,7 @@ def same(now: dict[str, Any], saved: dict[str, Any], *, generators: bool = True)
     [("fsdp", (2, 1, 3)), ("ddp", (2, 3)), ("tp", (2, 1, 2))],
 )
 def test_a_job_goes_on_with_other_numbers_of_ranks(kind: str, sizes: Sequence[int], worlds: Worlds) -> None:
+    """Case A48: sharded otherwise, and nothing left of the old world."""
     ended = worlds.run(kind, sizes[0], 4)
     for step, ranks in enumerate(sizes[1:], 1):
         plan = worlds.plan(ranks)
