@@ -27,6 +27,7 @@ from gemini_run.worker import codec
 from gemini_run.worker.codec import Json
 from gemini_run.worker.components import Component
 from gemini_run.worker.device import DeviceCopier, on_cuda
+from gemini_run.worker.frozen import Contents
 from gemini_run.worker.late import HostLanding, Landing, Late, LateItem
 from gemini_run.worker.layout import (
     PlanBuilder,
@@ -148,6 +149,7 @@ class Snapshotter:
         self._slots: dict[int, Slot] = {}
         self._addresses: dict[int, int] = {}
         self._iterations: dict[int, int] = {}
+        self._contents = Contents()
         self.state_bytes = 0
 
     def adopt(self, index: int, slot: Slot, iteration: int) -> None:
@@ -225,6 +227,7 @@ class Snapshotter:
         )  # fmt: skip
         index, slot = self._writable(keep, header.end)
         self._iterations.pop(index, None)
+        there = self._contents.take(index, manifest)
         slot.begin()
         base = self._addresses[index] + header.payload_offset
         # What the durable tier waits for is never dropped.
@@ -234,7 +237,13 @@ class Snapshotter:
             fits = borrowing is not None and borrowing.manifest is manifest and not hold
             lenders = list(borrowing.lenders) if fits and borrowing is not None else [-1] * len(manifest.items)
             late = [at for at in late if lenders[at] < 0]
-            checksums = _copy_and_check(plan.sources, base, _instead(lenders, late))
+            elsewhere = _instead(lenders, late)
+            # What is held for the durable tier is copied anew: bytes that rotted in memory do not stay for good.
+            frozen = {} if hold else {at: there[at] for at in there if elsewhere[at] < 0}
+            checksums = _copy_and_check(plan.sources, base, _instead(elsewhere, list(frozen)))
+            for at in (at for at, before in frozen.items() if checksums[at] != before):
+                checksums[at : at + 1] = _copy_and_check([plan.sources[at]], base, [-1])
+            self._contents.wrote(index, manifest, checksums, elsewhere)
             header = slot.write_tables(header, checksums, lenders)
             if late:
                 items = [LateItem(at, plan.names[at], plan.sources[at], checksums[at]) for at in late]
@@ -335,6 +344,7 @@ class Snapshotter:
         return self._take(index, Slot.create(path, capacity))
 
     def _take(self, index: int, slot: Slot) -> Slot:
+        self._contents.forget(index)
         self._slots[index] = slot
         self._addresses[index] = address_of(slot.view)
         if self._devices is not None:
@@ -351,7 +361,7 @@ class Snapshotter:
 
 
 def _instead(lenders: list[int], late: Sequence[int]) -> list[int]:
-    """`lenders`, and somebody for each late tensor as well."""
+    """`lenders`, and somebody for each of these tensors as well."""
     instead = list(lenders)
     for index in late:
         instead[index] = 0

@@ -18,6 +18,7 @@ from gemini_run.errors import ConfigError
 from gemini_run.memory.segment import scan_slots
 from gemini_run.memory.slots import Slot
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths
+from gemini_run.worker import capture
 
 Step = Callable[[], torch.Tensor]
 Built = tuple[dict[str, Any], Step]
@@ -227,6 +228,46 @@ def test_tied_weights_are_stored_once_and_tied_after(as_worker: Any, memory: Mem
     objects, _ = fresh(tied, 2)
     gemini_run.Checkpointer(**objects).restore()
     assert objects["model"][0].weight is objects["model"][1].weight
+
+
+def test_frozen_tensors_are_copied_once_into_each_slot(
+    as_worker: Any, memory: MemoryPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once they change behind every flag's back they are copied again."""
+    as_worker()
+    model = nn.Sequential(nn.Linear(300, 300).requires_grad_(False), nn.Linear(300, 3))
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    frozen, copied = model[0].weight.numel() * 4, []
+    copy = capture._copy_and_check
+
+    def counted(sources: Any, base: int, lenders: Any) -> list[int]:
+        pairs = zip(sources, lenders, strict=True)
+        copied.append(sum(source.length == frozen for source, lender in pairs if lender < 0))
+        return copy(sources, base, lenders)
+
+    monkeypatch.setattr(capture, "_copy_and_check", counted)
+    ckpt = gemini_run.Checkpointer(model=model, optimizer=optimizer)
+    ckpt.restore()
+    for step in range(9):
+        optimizer.zero_grad()
+        model(torch.ones(1, 300)).sum().backward()
+        optimizer.step()
+        if step == 6:
+            model[0].weight.numpy()[299, 299] += 1.0
+        ckpt.step()
+        ckpt._committer.wait()  # type: ignore[union-attr]
+        for info in scan_slots(memory):  # every tensor's bytes against its checksum
+            if info.usable:
+                Slot(info.path).verify()
+    ckpt.close()
+    # The seventh time it is seen to have changed, and copied after all; then into the other slot.
+    assert copied == [1, 1, 0, 0, 0, 0, *(0, 1), 1, 0]
+    want = [p.clone() for p in model.parameters()]
+    as_worker(round=1, restore_iteration=9, restore_source="local")
+    fresh_model = nn.Sequential(nn.Linear(300, 300).requires_grad_(False), nn.Linear(300, 3))
+    fresh_optimizer = torch.optim.AdamW(fresh_model[1].parameters())
+    assert gemini_run.Checkpointer(model=fresh_model, optimizer=fresh_optimizer).restore() == 9
+    assert all(map(torch.equal, fresh_model.parameters(), want))
 
 
 def test_the_two_newest_iterations_are_kept_and_sealed(as_worker: Any, memory: MemoryPaths) -> None:
