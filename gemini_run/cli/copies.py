@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 
 from gemini_run.errors import ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES, SlotHeader
 from gemini_run.memory.segment import agent_alive
 from gemini_run.memory.settle import LenderGone, check_borrowed
-from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.wire import MemoryPaths
 
 _CHUNK = 16 << 20

@@ -15,9 +15,10 @@ from pathlib import Path
 from gemini_run.cli.copies import Copy, Overwritten, stage_copy, verify_in_place
 from gemini_run.cli.view import NodeView, RunView, known_runs, load_run, memory_view
 from gemini_run.errors import ConfigError, GeminiError, ReplicaCorrupt, UnknownRun, Unrecoverable
+from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.segment import NodeMemory, SlotInfo
 from gemini_run.memory.settle import settle_folder
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.recovery import (
     History,
     NodeFacts,

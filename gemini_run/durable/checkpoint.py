@@ -14,9 +14,10 @@ from gemini_run.durable import layout
 from gemini_run.durable.layout import Marker, Place, RankRecord
 from gemini_run.durable.tier import DurableTier, ObjectMissing, run_parallel
 from gemini_run.errors import DurableError, FormatVersionError, ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES, build_header
+from gemini_run.memory.header import layout as slot_layout
 from gemini_run.memory.segment import NodeMemory
-from gemini_run.memory.slots import HEADER_BYTES, Slot, build_header
-from gemini_run.memory.slots import layout as slot_layout
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Item, Manifest
 from gemini_run.terminal import say
 

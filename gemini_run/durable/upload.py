@@ -16,8 +16,9 @@ from gemini_run.durable import layout
 from gemini_run.durable.layout import Marker, Place, RankRecord, StoredFile
 from gemini_run.durable.tier import DurableTier, Source
 from gemini_run.errors import DurableError, ReplicaCorrupt
+from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.settle import settle_file
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.persist import Assignment, Shard
 
 LOCK_PATIENCE = 2.0  #: seconds to wait for a slot's flock

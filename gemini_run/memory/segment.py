@@ -19,7 +19,7 @@ from typing import Any
 from gemini_run.errors import FormatVersionError, ReplicaCorrupt
 from gemini_run.ids import NodeId, new_node_id
 from gemini_run.journal import write_json_atomic
-from gemini_run.memory.slots import HEADER_BYTES, SlotHeader
+from gemini_run.memory.header import HEADER_BYTES, SlotHeader
 from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, memory_root, run_memory
 
 NODE_FORMAT_VERSION = 1

@@ -13,8 +13,9 @@ from pathlib import Path
 import xxhash
 
 from gemini_run.errors import ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES, SlotHeader
 from gemini_run.memory.segment import scan_folder
-from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Item, Manifest
 
 

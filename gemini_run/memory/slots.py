@@ -32,141 +32,26 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
 
-from gemini_run.errors import FormatVersionError, MemoryFull, ReplicaCorrupt
-from gemini_run.plan.manifest import Manifest, aligned
-
-MAGIC = b"GEMSLOT\0"
-SLOT_VERSION = 2
-HEADER_BYTES = 4096
-FLAG_HOLD = 1  #: kept for the durable tier: the worker must not reuse it until the agent clears the flag
-
-# magic, version, flags, sequence | round, iteration, written_at | owner, world_size |
-# manifest offset/length, checksum table offset/count, payload offset/length, objects offset/length |
-# checksums: manifest, objects | header checksum | sealed (checksum of the table, 0 = unsealed) |
-# borrowed (checksum of the lenders, 0 = all bytes are here)
-_HEADER = struct.Struct("<8sIIQ QQd II QQQQQQQQ QQ Q Q Q")
-_FLAGS = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
-_U32 = struct.Struct("<I")
-_FLAGS_AT = 12
-_SEQUENCE_AT = 16
-_CHECKED_FROM = 24  # flags and sequence change without the header being rewritten
-_HEADER_CHECKSUM_AT = _HEADER.size - 24
-_SEALED_AT = _HEADER.size - 16
-_BORROWED_AT = _HEADER.size - 8
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotHeader:
-    """The header page of a slot. Offsets and lengths in bytes from the start of the file.
-
-    `sequence` 0 means torn; `sealed` is the checksum of the checksum table, 0 while there is none; `borrowed` that of
-    the lenders, 0 if every byte is here.
-    """
-
-    round: int
-    iteration: int
-    owner: int
-    world_size: int
-    manifest_offset: int
-    manifest_length: int
-    checksums_offset: int
-    num_items: int
-    payload_offset: int
-    payload_length: int
-    objects_offset: int
-    objects_length: int
-    manifest_checksum: int
-    objects_checksum: int
-    written_at: float
-    flags: int = 0
-    sequence: int = 0
-    sealed: int = 0
-    borrowed: int = 0
-
-    @property
-    def complete(self) -> bool:
-        return self.sequence > 0
-
-    @property
-    def hold(self) -> bool:
-        return bool(self.flags & FLAG_HOLD)
-
-    @property
-    def end(self) -> int:
-        """Bytes of the file that mean something."""
-        return max(self.objects_offset + self.objects_length, self.payload_offset + self.payload_length)
-
-    def pack(self) -> bytes:
-        body = _HEADER.pack(
-            MAGIC, SLOT_VERSION, self.flags, self.sequence,
-            self.round, self.iteration, self.written_at, self.owner, self.world_size,
-            self.manifest_offset, self.manifest_length, self.checksums_offset, self.num_items,
-            self.payload_offset, self.payload_length, self.objects_offset, self.objects_length,
-            self.manifest_checksum, self.objects_checksum, 0, self.sealed, self.borrowed,
-        )  # fmt: skip
-        checksum = xxhash.xxh3_64_intdigest(body[_CHECKED_FROM:_HEADER_CHECKSUM_AT])
-        return body[:_HEADER_CHECKSUM_AT] + _U64.pack(checksum) + body[_SEALED_AT:]
-
-    @classmethod
-    def unpack(cls, page: bytes) -> SlotHeader:
-        """Raises: FormatVersionError for an unknown version, ReplicaCorrupt if this is no intact header."""
-        if len(page) < _HEADER.size or page[:8] != MAGIC:
-            raise ReplicaCorrupt("not a slot: no header")
-        (_, version, flags, sequence, round_, iteration, written_at, owner, world_size,
-         m_off, m_len, c_off, num_items, p_off, p_len, o_off, o_len,
-         m_sum, o_sum, h_sum, sealed, borrowed) = _HEADER.unpack(page[: _HEADER.size])  # fmt: skip
-        if version != SLOT_VERSION:
-            raise FormatVersionError(
-                f"slot of format version {version}; this release reads version {SLOT_VERSION}: "
-                "use the gemini-run that wrote it"
-            )
-        if h_sum != xxhash.xxh3_64_intdigest(page[_CHECKED_FROM:_HEADER_CHECKSUM_AT]):
-            raise ReplicaCorrupt("slot header fails its checksum")
-        return cls(
-            round=round_, iteration=iteration, owner=owner, world_size=world_size,
-            manifest_offset=m_off, manifest_length=m_len, checksums_offset=c_off, num_items=num_items,
-            payload_offset=p_off, payload_length=p_len, objects_offset=o_off, objects_length=o_len,
-            manifest_checksum=m_sum, objects_checksum=o_sum, written_at=written_at,
-            flags=flags, sequence=sequence, sealed=sealed, borrowed=borrowed,
-        )  # fmt: skip
-
-    # --- sections, wherever they were read ---
-
-    def checked_manifest(self, text: memoryview | bytes, where: object) -> Manifest:
-        """Raises: ReplicaCorrupt if it fails its checksum, FormatVersionError for an unknown version; names `where`."""
-        if xxhash.xxh3_64_intdigest(text) != self.manifest_checksum:
-            raise ReplicaCorrupt(f"{where}: the manifest fails its checksum")
-        try:
-            return Manifest.from_json(bytes(text))
-        except ReplicaCorrupt as error:
-            raise type(error)(f"{where}: {error}") from error
-
-    def checked_objects(self, text: memoryview | bytes, where: object) -> bytes:
-        """Raises: ReplicaCorrupt if it fails its checksum."""
-        if xxhash.xxh3_64_intdigest(text) != self.objects_checksum:
-            raise ReplicaCorrupt(f"{where}: the object state fails its checksum")
-        return bytes(text)
-
-    def checked_table(self, table: memoryview | bytes, where: object) -> list[int]:
-        """The checksums of all items. Raises: ReplicaCorrupt if the table fails its own."""
-        if _nonzero(xxhash.xxh3_64_intdigest(table)) != self.sealed:
-            raise ReplicaCorrupt(f"{where}: the checksum table fails its checksum")
-        return [value for (value,) in _U64.iter_unpack(table)]
-
-
-def layout(manifest_length: int, num_items: int, payload_length: int) -> tuple[int, int, int, int]:
-    """Offsets of (manifest, checksum table, payload, objects) for sections of these sizes."""
-    checksums = aligned(HEADER_BYTES + manifest_length)
-    payload = -(-(checksums + (_U64.size + _U32.size) * num_items) // 4096) * 4096
-    return HEADER_BYTES, checksums, payload, aligned(payload + payload_length)
+from gemini_run.errors import MemoryFull, ReplicaCorrupt
+from gemini_run.memory.header import (
+    BORROWED_AT,
+    FLAG_HOLD,
+    FLAGS,
+    FLAGS_AT,
+    HEADER_BYTES,
+    SEALED_AT,
+    SEQUENCE_AT,
+    U32,
+    U64,
+    SlotHeader,
+    nonzero,
+)
+from gemini_run.plan.manifest import Manifest
 
 
 class Slot:
@@ -198,7 +83,7 @@ class Slot:
             raise
         self._descriptor = descriptor
         self.view = memoryview(self._map)
-        self._sequence = self._read_u64(_SEQUENCE_AT)
+        self._sequence = self._read_u64(SEQUENCE_AT)
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Slot:
@@ -247,14 +132,14 @@ class Slot:
 
     def begin(self) -> None:
         """The slot is torn from now on until `commit`."""
-        self._write_u64(_SEQUENCE_AT, 0)
+        self._write_u64(SEQUENCE_AT, 0)
 
     def commit(self, header: SlotHeader) -> None:
         """Write `header`, then the sequence number, last: the slot is complete."""
-        sequence = self._sequence = max(self._sequence, self._read_u64(_SEQUENCE_AT)) + 1
+        sequence = self._sequence = max(self._sequence, self._read_u64(SEQUENCE_AT)) + 1
         page = dataclasses.replace(header, sequence=0).pack()
         self.view[: len(page)] = page
-        self._write_u64(_SEQUENCE_AT, sequence)
+        self._write_u64(SEQUENCE_AT, sequence)
 
     def refuse(self) -> None:
         """Mark the slot torn for good: nobody will restore from it."""
@@ -262,11 +147,11 @@ class Slot:
 
     def header_hold(self) -> bool:
         """Whether a complete slot is held for the durable tier, read without parsing the header."""
-        flags: int = _FLAGS.unpack_from(self._map, _FLAGS_AT)[0]
-        return bool(flags & FLAG_HOLD) and self._read_u64(_SEQUENCE_AT) > 0
+        flags: int = FLAGS.unpack_from(self._map, FLAGS_AT)[0]
+        return bool(flags & FLAG_HOLD) and self._read_u64(SEQUENCE_AT) > 0
 
     def set_hold(self, hold: bool) -> None:
-        _FLAGS.pack_into(self._map, _FLAGS_AT, FLAG_HOLD if hold else 0)
+        FLAGS.pack_into(self._map, FLAGS_AT, FLAG_HOLD if hold else 0)
 
     # --- sections ---------------------------------------------------------------------------------
 
@@ -288,21 +173,21 @@ class Slot:
 
     def stored_checksums(self, header: SlotHeader) -> list[int]:
         """The checksum table. Raises: ReplicaCorrupt if it fails its own checksum."""
-        return header.checked_table(self._section(header.checksums_offset, _U64.size * header.num_items), self.path)
+        return header.checked_table(self._section(header.checksums_offset, U64.size * header.num_items), self.path)
 
     def seal(self, manifest: Manifest, header: SlotHeader) -> None:
         """Fill in the checksum table from the payload as it is now, then mark the slot sealed."""
         sealed = self._write_checksums(header, self.item_checksums(manifest, header)).sealed
-        self._write_u64(_SEALED_AT, sealed)
+        self._write_u64(SEALED_AT, sealed)
 
     def lenders(self, header: SlotHeader) -> list[int]:
         """Of every item the owner of the slot that has its bytes, -1 = they are here. Raises: ReplicaCorrupt."""
         if not header.borrowed:
             return [-1] * header.num_items
-        table = self._section(header.checksums_offset + _U64.size * header.num_items, _U32.size * header.num_items)
-        if _nonzero(xxhash.xxh3_64_intdigest(table)) != header.borrowed:
+        table = self._section(header.checksums_offset + U64.size * header.num_items, U32.size * header.num_items)
+        if nonzero(xxhash.xxh3_64_intdigest(table)) != header.borrowed:
             raise ReplicaCorrupt(f"{self.path}: the table of lenders fails its checksum")
-        return [value - 1 for (value,) in _U32.iter_unpack(table)]
+        return [value - 1 for (value,) in U32.iter_unpack(table)]
 
     def write_tables(self, header: SlotHeader, checksums: Sequence[int], lenders: Sequence[int] = ()) -> SlotHeader:
         """Write the tables of a slot that is not committed yet; returns the header to commit: sealed.
@@ -317,19 +202,19 @@ class Slot:
         """Of a slot that is not committed yet; returns the header to commit."""
         if all(lender < 0 for lender in lenders):
             return dataclasses.replace(header, borrowed=0)
-        table = b"".join(_U32.pack(lender + 1) for lender in lenders)
-        start = header.checksums_offset + _U64.size * header.num_items
+        table = b"".join(U32.pack(lender + 1) for lender in lenders)
+        start = header.checksums_offset + U64.size * header.num_items
         self.view[start : start + len(table)] = table
-        return dataclasses.replace(header, borrowed=_nonzero(xxhash.xxh3_64_intdigest(table)))
+        return dataclasses.replace(header, borrowed=nonzero(xxhash.xxh3_64_intdigest(table)))
 
     def filled(self) -> None:
         """Every byte is here now."""
-        self._write_u64(_BORROWED_AT, 0)
+        self._write_u64(BORROWED_AT, 0)
 
     def _write_checksums(self, header: SlotHeader, checksums: Sequence[int]) -> SlotHeader:
-        table = b"".join(map(_U64.pack, checksums))
+        table = b"".join(map(U64.pack, checksums))
         self.view[header.checksums_offset : header.checksums_offset + len(table)] = table
-        return dataclasses.replace(header, sealed=_nonzero(xxhash.xxh3_64_intdigest(table)))
+        return dataclasses.replace(header, sealed=nonzero(xxhash.xxh3_64_intdigest(table)))
 
     def verify(
         self, header: SlotHeader | None = None, *, borrowing: bool = False, payload: bool = True
@@ -391,32 +276,11 @@ class Slot:
         return self.view[offset : offset + length]
 
     def _read_u64(self, at: int) -> int:
-        value: int = _U64.unpack_from(self._map, at)[0]
+        value: int = U64.unpack_from(self._map, at)[0]
         return value
 
     def _write_u64(self, at: int, value: int) -> None:
-        _U64.pack_into(self._map, at, value)
-
-
-def _nonzero(checksum: int) -> int:
-    return checksum or 1  # 0 says "unsealed"
-
-
-def build_header(
-    *, manifest_text: bytes, num_items: int, payload_length: int, objects: bytes,
-    round: int, iteration: int, owner: int, world_size: int, hold: bool = False, now: float | None = None,
-) -> SlotHeader:  # fmt: skip
-    """The header of a slot with these sections, at the offsets that `layout` gives."""
-    m_off, c_off, p_off, o_off = layout(len(manifest_text), num_items, payload_length)
-    return SlotHeader(
-        round=round, iteration=iteration, owner=owner, world_size=world_size,
-        manifest_offset=m_off, manifest_length=len(manifest_text), checksums_offset=c_off,
-        num_items=num_items, payload_offset=p_off, payload_length=payload_length,
-        objects_offset=o_off, objects_length=len(objects),
-        manifest_checksum=xxhash.xxh3_64_intdigest(manifest_text),
-        objects_checksum=xxhash.xxh3_64_intdigest(objects),
-        written_at=time.time() if now is None else now, flags=FLAG_HOLD if hold else 0,
-    )  # fmt: skip
+        U64.pack_into(self._map, at, value)
 
 
 def set_file_hold(path: Path, iteration: int, hold: bool) -> bool:
@@ -432,7 +296,7 @@ def set_file_hold(path: Path, iteration: int, hold: bool) -> bool:
         header = SlotHeader.unpack(os.pread(descriptor, HEADER_BYTES, 0))
         if not header.complete or header.iteration != iteration:
             return False
-        os.pwrite(descriptor, _FLAGS.pack(FLAG_HOLD if hold else 0), _FLAGS_AT)
+        os.pwrite(descriptor, FLAGS.pack(FLAG_HOLD if hold else 0), FLAGS_AT)
         return True
     except ReplicaCorrupt:
         return False

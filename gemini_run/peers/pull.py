@@ -13,8 +13,9 @@ import threading
 from pathlib import Path
 
 from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES, SlotHeader
 from gemini_run.memory.segment import NodeMemory
-from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.wire import HTTP_GENERATION, HTTP_SLOT
 
 RANGE_BYTES = 16 * 2**20

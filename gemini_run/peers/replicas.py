@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from gemini_run.errors import ReplicaCorrupt
+from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.segment import scan_slots
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.wire import MemoryPaths
 
 

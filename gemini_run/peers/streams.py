@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.header import SlotHeader
+from gemini_run.memory.slots import Slot
 
 OBJECTS_TAG = 8
 FIRST_CHUNK_TAG = 9  #: tags below belong to what comes before the bodies

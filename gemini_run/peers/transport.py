@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 
 from gemini_run.errors import PeerLost, ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES, SlotHeader
 from gemini_run.memory.settle import fill
-from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.peers.group import Peers
 from gemini_run.peers.pace import Pace
 from gemini_run.peers.replicas import ReplicaSlots

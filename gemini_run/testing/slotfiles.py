@@ -7,7 +7,8 @@ from pathlib import Path
 
 import xxhash
 
-from gemini_run.memory.slots import Slot, SlotHeader, build_header
+from gemini_run.memory.header import SlotHeader, build_header
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Item, Manifest, aligned
 
 

@@ -19,8 +19,9 @@ import torch
 import xxhash
 
 from gemini_run.errors import MemoryFull, ReplicaCorrupt
+from gemini_run.memory.header import SlotHeader, build_header, layout
 from gemini_run.memory.segment import occupied_bytes, scan_slots
-from gemini_run.memory.slots import Slot, SlotHeader, build_header, free_bytes, layout
+from gemini_run.memory.slots import Slot, free_bytes
 from gemini_run.plan.manifest import Manifest, aligned
 from gemini_run.wire import MemoryPaths
 from gemini_run.worker import codec

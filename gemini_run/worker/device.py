@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.header import SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.terminal import say
 from gemini_run.worker.late import Landing, LateItem
 from gemini_run.worker.layout import Source, address_of, flat_bytes, plain

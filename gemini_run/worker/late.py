@@ -21,7 +21,8 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.header import SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.worker.layout import Source, address_of, bytes_at, local_of
 
 MIN_BYTES = 64 * 1024  #: smaller tensors are copied at the boundary: less work than looking after them

@@ -12,7 +12,8 @@ import torch
 import xxhash
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.header import SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
 from gemini_run.worker.layout import address_of, dtensor_of, is_dense, local_of, unrepeated
 

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gemini_run.errors import ReplicaCorrupt
+from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.segment import scan_slots
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
 from gemini_run.plan.share import MIN_BYTES, lenders
 from gemini_run.wire import MemoryPaths

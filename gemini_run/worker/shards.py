@@ -13,7 +13,8 @@ from gemini_run.durable.checkpoint import read_record
 from gemini_run.durable.layout import Place
 from gemini_run.durable.tier import DurableTier, open_tier
 from gemini_run.errors import GeminiError, PeerLost, ReplicaCorrupt
-from gemini_run.memory.slots import HEADER_BYTES, Slot, SlotHeader
+from gemini_run.memory.header import HEADER_BYTES, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import RemoteSlot, Source
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import Reshard, ShardPlace

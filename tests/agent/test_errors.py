@@ -11,7 +11,7 @@ import pytest
 from jobs import events, run_job, started_job, wait_until
 
 from gemini_run.agent.process import is_running
-from gemini_run.memory.slots import SLOT_VERSION
+from gemini_run.memory.header import SLOT_VERSION
 from gemini_run.testing.nodes import LocalCluster, require_root_namespaces
 
 pytestmark = pytest.mark.cluster

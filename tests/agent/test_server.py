@@ -21,8 +21,9 @@ from gemini_run.agent.monitor import Monitor
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.agent.server import BEAT, FINISHED, LEFT, AgentServer, call
 from gemini_run.errors import CallerLate, PeerLost, Unrecoverable
+from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.segment import NodeMemory
-from gemini_run.memory.slots import Slot, SlotHeader
+from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot
 from gemini_run.plan.health import SILENCE_SECONDS, STALL_SECONDS
 from gemini_run.testing.slotfiles import write_slot

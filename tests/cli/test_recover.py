@@ -11,8 +11,8 @@ import pytest
 
 from gemini_run.cli.main import main
 from gemini_run.ids import RunId
+from gemini_run.memory.header import SLOT_VERSION
 from gemini_run.memory.segment import NodeMemory
-from gemini_run.memory.slots import SLOT_VERSION
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import RunPaths
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from gemini_run.durable.upload import RankPart, SlotReader, Stored, commit, store_part
-from gemini_run.memory.slots import Slot, build_header
+from gemini_run.memory.header import build_header
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Item, Manifest, aligned
 from gemini_run.plan.persist import Assignment, assign
 

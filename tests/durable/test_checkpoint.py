@@ -19,8 +19,9 @@ from gemini_run.durable.filesystem import FilesystemTier
 from gemini_run.durable.tier import ObjectMissing
 from gemini_run.durable.upload import SlotReader, Stored, commit, store_part
 from gemini_run.errors import DurableError, FormatVersionError, ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES
 from gemini_run.memory.segment import NodeMemory
-from gemini_run.memory.slots import HEADER_BYTES, Slot
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.persist import Shard, assign
 
 

@@ -13,16 +13,9 @@ from pathlib import Path
 import pytest
 
 from gemini_run.errors import FormatVersionError, MemoryFull, ReplicaCorrupt
+from gemini_run.memory.header import HEADER_BYTES, SLOT_VERSION, SlotHeader, build_header, layout
 from gemini_run.memory.settle import settle_file
-from gemini_run.memory.slots import (
-    HEADER_BYTES,
-    SLOT_VERSION,
-    Slot,
-    SlotHeader,
-    build_header,
-    layout,
-    set_file_hold,
-)
+from gemini_run.memory.slots import Slot, set_file_hold
 from gemini_run.plan.manifest import Manifest
 from gemini_run.testing.slotfiles import manifest_of, write_slot
 

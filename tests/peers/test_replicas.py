@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gemini_run.memory.header import HEADER_BYTES
 from gemini_run.memory.segment import scan_slots
-from gemini_run.memory.slots import HEADER_BYTES, Slot
+from gemini_run.memory.slots import Slot
 from gemini_run.peers.replicas import ReplicaSlots
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import MemoryPaths

@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import gemini_run
-from gemini_run.memory.slots import Slot, build_header
+from gemini_run.memory.header import build_header
+from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
 from gemini_run.worker import device, late
