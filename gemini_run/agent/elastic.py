@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -158,7 +159,7 @@ class GeminiAgent(LocalElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with _subprocess_handler(functools.partial(_WorkerHandler, self)):
+        with _replaced("get_subprocess_handler", functools.partial(_WorkerHandler, self)), _signals_put_off():
             pids: dict[int, Any] = super()._start_workers(worker_group)
         self._state.workers = {
             worker.local_rank: (worker.global_rank, pids[worker.local_rank]) for worker in worker_group.workers
@@ -400,12 +401,34 @@ class _WorkerHandler(SubprocessHandler):
 
 
 @contextlib.contextmanager
-def _subprocess_handler(factory: Any) -> Iterator[None]:
-    """Have torch make its process handles with `factory`."""
-    name = "get_subprocess_handler"
+def _replaced(name: str, value: Any) -> Iterator[None]:
+    """Have torch find `value` under this name while it starts workers: its process handles, its signal handler."""
     before = getattr(multiprocessing_api, name)
-    setattr(multiprocessing_api, name, factory)
+    setattr(multiprocessing_api, name, value)
     try:
         yield
     finally:
         setattr(multiprocessing_api, name, before)
+
+
+@contextlib.contextmanager
+def _signals_put_off() -> Iterator[None]:
+    """What ends the node may come while torch starts the workers, and would leave some that nobody knows, to be killed
+    without the signal: it is taken once all run."""
+    name = "_terminate_process_handler"
+    original = getattr(multiprocessing_api, name)
+    came: list[int] | None = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if came is None:
+            original(number, frame)
+        else:
+            came.append(number)
+
+    with _replaced(name, handler):
+        try:
+            yield
+        finally:
+            numbers, came = came, None
+    if numbers:
+        original(numbers[0], None)

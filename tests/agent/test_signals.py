@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 from jobs import GEMINI_RUN, PATIENCE, TORCHRUN, environment, events, living, script, started_job, wait_until
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 
-from gemini_run.agent import signals
+from gemini_run.agent import elastic, signals
 from gemini_run.agent.process import WorkerProcess
 from gemini_run.agent.signals import Forwarder, caught_signals, send_if_caught
 from gemini_run.testing.nodes import free_port
@@ -328,6 +331,24 @@ def test_signals_that_end_are_torchruns(number: signal.Signals, tmp_path: Path) 
         mine = pool.submit(run, [*GEMINI_RUN], tmp_path / "mine")
         theirs = pool.submit(run, [*TORCHRUN], tmp_path / "theirs")
         assert mine.result() == theirs.result() == (1, [number.name] * 2)
+
+
+def test_a_signal_that_comes_while_workers_are_started_is_taken_once_all_run() -> None:
+    """torch has no handle on the workers yet: they would be killed without it."""
+    started = []
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SignalException) as caught, elastic._signals_put_off():
+            signal.signal(signal.SIGTERM, multiprocessing_api._terminate_process_handler)  # as torch does
+            for worker in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                started.append(worker)
+        assert started == [0, 1] and caught.value.sigval == signal.SIGTERM
+        with pytest.raises(SignalException):  # from then on at once
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.cluster

@@ -68,6 +68,12 @@ def test_the_handlers_constructor_takes_keywords_only_from_torch() -> None:
     assert "entrypoint=self.entrypoint" in source
 
 
+def test_the_start_of_workers_looks_up_the_signal_handler() -> None:
+    source = inspect.getsource(multiprocessing_api.PContext.start)
+    assert "signal.signal(sig, _terminate_process_handler)" in source
+    assert list(inspect.signature(multiprocessing_api._terminate_process_handler).parameters) == ["signum", "frame"]
+
+
 def test_the_loop_looks_up_what_we_replace() -> None:
     loop = inspect.getsource(SimpleElasticAgent._invoke_run)
     for name in (
