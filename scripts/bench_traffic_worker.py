@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,15 +106,25 @@ class Bench:
             raise RuntimeError(self.committer.problem)
 
     def warm_up(self) -> int:
-        """Iterations until every rank has its plan, and so many that its interval is in force."""
-        for done in range(WARM_UP):
-            self.iteration(SCHEDULED)
-            planned = torch.tensor([self.pace.plan is not None], dtype=torch.int32)
-            dist.all_reduce(planned, dist.ReduceOp.MIN)
-            if planned.item():
-                self.pace._reprofile_after = 10**9  # all blocks with the same plan
+        """Iterations until every rank has its plan."""
+        done = self.until(SCHEDULED, lambda: self.pace.plan is not None)
+        self.pace._reprofile_after = 10**9  # all blocks with the same plan
+        return done
+
+    def until(self, way: str, ready: Callable[[], bool]) -> int:
+        """Train until every rank is `ready`; returns the iterations."""
+        for done in range(1, WARM_UP + 1):
+            self.iteration(way)
+            flag = torch.tensor([ready()], dtype=torch.int32)
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+            if flag.item():
                 return done
-        raise RuntimeError(f"no plan after {WARM_UP} iterations")
+        raise RuntimeError(f"{way}: not ready after {WARM_UP} iterations")
+
+    def in_force(self) -> bool:
+        """Whether the newest commit record has the interval that this rank wants: a longer one lasts one more turn."""
+        record = self.committer.record
+        return record.next_iteration - record.iteration == record.following == self.pace.wish.iterations
 
     def choose(self, way: str) -> None:
         plan = self.pace.plan
@@ -127,6 +138,8 @@ class Bench:
 
     def block(self, way: str, iterations: int) -> dict[str, Any]:
         self.choose(way)
+        if way != NONE:
+            self.until(way, self.in_force)
         for _ in range(SETTLE):
             self.iteration(way)
         times = []
@@ -142,12 +155,10 @@ class Bench:
         self.pace.urge()
         self.committer.wait()
         dist.barrier()
-        return {
-            "seconds": times,
-            "stall": waits,
-            "interval": record.following,
-            "committed": self.committer.record.iteration - first,
-        }
+        committed = self.committer.record.iteration - first
+        if way != NONE and record.following == 1 and committed != iterations:
+            raise RuntimeError(f"{way}: {committed} of {iterations} iterations were committed")
+        return {"seconds": times, "stall": waits, "interval": record.following, "committed": committed}
 
 
 def main() -> None:
