@@ -19,3 +19,9 @@ def _own_run_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     home = tmp_path_factory.mktemp("run-home")
     monkeypatch.setenv(ENV_RUN_HOME, str(home))
     return home
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that run whole jobs first: workers of pytest-xdist take files in this order, and the longest must not be
+    left for the end."""
+    items.sort(key=lambda item: "cluster" not in item.path.parts)

@@ -72,7 +72,8 @@ def test_the_last_upload_is_whole_or_nothing(signals: int, gate: Gate, tmp_path:
     with LocalCluster(nodes=1, workers_per_node=2, echo=False) as cluster:
         [node] = cluster.nodes
         cluster.start(script, options=options)
-        cluster.wait_for(lambda: cluster.iteration() >= 5, PATIENCE, "5 iterations")
+        # A finished iteration may still be without its snapshot: the one before has it.
+        cluster.wait_for(lambda: cluster.iteration() >= 6, PATIENCE, "6 iterations")
         workers = [node.worker_pid(rank) for rank in (0, 1)]
         gate.closed = True
         os.kill(node.pid, signal.SIGTERM)
