@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dying import in_a_fork
 from torch import nn
 
 import gemini_run
@@ -487,3 +490,33 @@ def test_a_file_too_short_to_be_a_slot_is_replaced(as_worker: Any, memory: Memor
     ckpt.step()
     ckpt.close()
     assert {i.header.iteration: i.path for i in scan_slots(memory) if i.usable and i.header}[3] == other
+
+
+def test_a_tensor_of_more_than_two_gib(as_worker: Any) -> None:
+    """Case A47: nothing on the way counts its bytes in 32 bits with a sign."""
+    if shutil.disk_usage("/dev/shm").free < 6 * 2**30:
+        pytest.skip("needs 6 GiB in /dev/shm")
+    size = 2**31 + 4099
+    with tempfile.TemporaryDirectory(prefix="gemini-run-test-", dir="/dev/shm") as folder:
+        memory = MemoryPaths(Path(folder))
+        memory.slots.mkdir()
+        memory.beacons.mkdir()
+
+        def fill(tensor: torch.Tensor) -> torch.Tensor:
+            tensor[::4096] = 7
+            tensor[-3:] = torch.tensor([1, 2, 3])
+            return tensor
+
+        def save() -> None:
+            as_worker(memory_dir=folder)
+            state = {"large": torch.zeros(size, dtype=torch.uint8)}
+            ckpt = gemini_run.Checkpointer(state=state)
+            for _ in ckpt.steps(1):
+                fill(state["large"])
+            ckpt.close()
+
+        assert in_a_fork(save) == 0
+        as_worker(memory_dir=folder, round=1, restore_iteration=1, restore_source="local")
+        state = {"large": torch.zeros(size, dtype=torch.uint8)}
+        assert gemini_run.Checkpointer(state=state).restore() == 1
+        assert torch.equal(state["large"], fill(torch.zeros(size, dtype=torch.uint8)))
