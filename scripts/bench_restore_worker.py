@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_contenders import BYTES_PER_PARAMETER, HIDDEN_LAYERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
 
-HIDDEN_LAYERS = 6
-BYTES_PER_PARAMETER = 12  #: fp32: the parameter and AdamW's two moments
 COPIES = 3
 
 
@@ -74,7 +73,7 @@ def main() -> None:
         checkpointer._committer.wait()  # type: ignore[union-attr]
         (args.out / f"ready{rank}").touch()
         time.sleep(600)
-    num_bytes = checkpointer._snapshotter.state_bytes or sum(
+    num_bytes = sum(
         t.numel() * t.element_size()
         for t in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values()))
     )

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from gemini_run.agent.failure import RestartBudget, WorkerFailure, suspicion
 from gemini_run.agent.preimported import StartRequest
-from gemini_run.agent.process import WorkerProcess
+from gemini_run.agent.process import WorkerProcess, readable
 from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.errors import GeminiError
 from gemini_run.memory.segment import read_beacons
@@ -314,9 +314,7 @@ class GeminiAgent(LocalElasticAgent):
             return False
         end = time.monotonic() + _PEER_NEWS_SECONDS
         while (left := end - time.monotonic()) > 0:
-            poller = select.poll()
-            poller.register(self._rendezvous_handler.wake_fd, select.POLLIN)
-            if poller.poll(left * 1e3):
+            if readable(self._rendezvous_handler.wake_fd, left):
                 return True
         return False
 

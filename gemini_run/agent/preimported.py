@@ -6,13 +6,13 @@ import array
 import dataclasses
 import json
 import os
-import select
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from gemini_run.agent.process import readable
 from gemini_run.wire import ENV_BOOT, ENV_WORKER
 
 BOOT_FOLDER = Path(__file__).parent / "boot"
@@ -143,9 +143,7 @@ class Preimported:
     def settled(self, seconds: float = 0.0) -> bool:
         """Whether its imports are done, waiting up to `seconds` for it; then `kind` and the rest are known."""
         if self.kind is None and self.usable:
-            poller = select.poll()  # not select(): an agent may have many files open
-            poller.register(self._socket, select.POLLIN)
-            if not poller.poll(seconds * 1e3):
+            if not readable(self._socket, seconds):
                 return False
             try:
                 reply = self._receive(_FORK_SECONDS)

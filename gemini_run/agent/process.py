@@ -6,6 +6,7 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +36,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except OSError:
         return False
+
+
+def readable(file: int | socket.socket, seconds: float | None) -> bool:
+    """Whether there is something to read, waiting at most `seconds` for it (None: for ever). Of any descriptor: those
+    of select() end at 1023, and an agent may have many files open."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(None if seconds is None else seconds * 1e3))
 
 
 def reap_adopted(sessions: Collection[int]) -> None:
@@ -102,9 +111,7 @@ class WorkerProcess:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-            poller = select.poll()  # not select(): its descriptors end at 1023
-            poller.register(self.pidfd, select.POLLIN)
-            poller.poll(None if left is None else left * 1e3)
+            readable(self.pidfd, left)
         return code
 
     def stop(self, death_signal: signal.Signals, grace: float) -> None:

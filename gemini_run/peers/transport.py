@@ -27,8 +27,7 @@ from gemini_run.memory.slots import Slot
 from gemini_run.peers.group import Peers
 from gemini_run.peers.pace import Pace
 from gemini_run.peers.replicas import ReplicaSlots
-from gemini_run.peers.streams import FIRST_CHUNK_TAG, OBJECTS_TAG, Span, at_once, held_back, posts
-from gemini_run.peers.streams import view as _bytes
+from gemini_run.peers.streams import FIRST_CHUNK_TAG, OBJECTS_TAG, Span, at_once, held_back, posts, view
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import MemoryPaths
 
@@ -227,15 +226,15 @@ class Exchange:
         for entry in incoming:
             theirs, known = entry.header, self._received.get(entry.source)
             if known is None or known[0] != theirs.manifest_checksum:
-                text = _bytes(entry.slot, theirs.manifest_offset, theirs.manifest_length)
+                text = view(entry.slot, theirs.manifest_offset, theirs.manifest_length)
                 receives.append((entry.source, text, _MANIFEST_TAG))
-            table = _bytes(entry.slot, theirs.checksums_offset, 8 * theirs.num_items)
+            table = view(entry.slot, theirs.checksums_offset, 8 * theirs.num_items)
             receives.append((entry.source, table, _CHECKSUMS_TAG))
         for target in targets:
             if self._sent.get(target) != header.manifest_checksum:
-                text = _bytes(slot, header.manifest_offset, header.manifest_length)
+                text = view(slot, header.manifest_offset, header.manifest_length)
                 sends.append((target, text, _MANIFEST_TAG))
-            sends.append((target, _bytes(slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
+            sends.append((target, view(slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
         self._swap(receives, sends)
         for entry in incoming:
             chunk, paced = heard[entry.source].view(torch.int64).tolist()

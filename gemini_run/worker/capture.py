@@ -36,6 +36,7 @@ from gemini_run.worker.layout import (
     StructureChanged,
     address_of,
     bytes_at,
+    copy_and_digest,
     flat_bytes,
     local_of,
     plain,
@@ -44,7 +45,6 @@ from gemini_run.worker.neighbours import Borrowing
 
 _LOOK_AGAIN_SECONDS = 0.05
 OBJECTS_RESERVE = 64 * 1024  #: bytes; room for the object state to grow before a slot is remade
-CHUNK_BYTES = 128 * 1024  #: copied, then checked while a core's second-level cache still holds them
 STRUCTURE_RESERVE = 256  #: bytes of manifest for a tensor that the first step will make
 
 
@@ -69,7 +69,6 @@ class Plan:
         self.manifest = Manifest(owner, world_size, local_world, tuple(builder.items))
         self.manifest_text = self.manifest.to_json()
         self.static = json.dumps(static, separators=(",", ":")).encode()
-        self.names = tuple(item.name for item in builder.items)
         self.eligible: tuple[int, ...] = ()  # for late copies
         self.on_cpu = all(source.tensor.device.type == "cpu" for source in self.sources)
 
@@ -232,7 +231,7 @@ class Snapshotter:
         slot.begin()
         base = self._addresses[index] + header.payload_offset
         # What the durable tier waits for is never dropped.
-        late = [] if hold else self.late.chosen(plan.eligible, plan.names)
+        late = [] if hold else self.late.chosen(plan.eligible, manifest.items)
         landing: Landing | None = None
         if plan.on_cpu:
             fits = borrowing is not None and borrowing.manifest is manifest and not hold
@@ -247,7 +246,7 @@ class Snapshotter:
             self._contents.wrote(index, manifest, checksums, elsewhere)
             header = slot.write_tables(header, checksums, lenders)
             if late:
-                items = [LateItem(at, plan.names[at], plan.sources[at], checksums[at]) for at in late]
+                items = [LateItem(at, manifest.items[at].name, plan.sources[at], checksums[at]) for at in late]
                 landing = HostLanding(slot, header, items)
                 self.late.copier.start(landing)
         else:
@@ -272,7 +271,9 @@ class Snapshotter:
             return None
         later = set(late)
         prompt = [s for at, s in enumerate(plan.sources) if on_cuda(s) and at not in later]
-        landing = devices.start(slot, header, prompt, [(at, plan.names[at], plan.sources[at]) for at in late])
+        landing = devices.start(
+            slot, header, prompt, [(at, plan.manifest.items[at].name, plan.sources[at]) for at in late]
+        )
         _copy([s for s in plan.sources if not on_cuda(s)], slot, header.payload_offset)
         if self._late_copy == "never":
             landing.arrived()
@@ -391,7 +392,7 @@ def _copy(sources: Sequence[Source], slot: Slot, payload_offset: int) -> None:
 
 def _copy_and_check(sources: Sequence[Source], base: int, lenders: Sequence[int]) -> list[int]:
     """Copy every tensor that nobody else copies (-1); returns the checksums of all (xxh3_64 of their bytes)."""
-    memmove, digest = ctypes.memmove, xxhash.xxh3_64_intdigest
+    digest = xxhash.xxh3_64_intdigest
     checksums = []
     for source, lender in zip(sources, lenders, strict=True):
         length, target = source.length, base + source.offset
@@ -405,16 +406,8 @@ def _copy_and_check(sources: Sequence[Source], base: int, lenders: Sequence[int]
             pointer, data = copied.data_ptr(), bytes_at(copied.data_ptr(), length)
         if lender >= 0:
             checksums.append(digest(data))
-        elif length <= CHUNK_BYTES:
-            memmove(target, pointer, length)
-            checksums.append(digest(data))
         else:
-            running = xxhash.xxh3_64()
-            for start in range(0, length, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, length - start)
-                memmove(target + start, pointer + start, size)
-                running.update(data[start : start + size])
-            checksums.append(running.intdigest())
+            checksums.append(copy_and_digest(target, pointer, data))
     return checksums
 
 

@@ -26,10 +26,11 @@ from gemini_run.worker.bootstrap import record_imports
 from gemini_run.worker.buckets import Buckets
 from gemini_run.worker.capture import Snapshotter
 from gemini_run.worker.commit import Committer, Job, Schedule
-from gemini_run.worker.joining import JOIN_TIMEOUT, Joining, holdings
+from gemini_run.worker.joining import Joining, holdings
 from gemini_run.worker.neighbours import Neighbours
 from gemini_run.worker.restore import Restored, restore
 from gemini_run.worker.traffic import ReplicaTraffic
+from gemini_run.worker.waiting import PATIENCE
 
 _CLOSE_SECONDS = 60.0
 _STOPPED_SECONDS = 10.0  #: until the end of snapshots is said on the terminal
@@ -299,7 +300,7 @@ class Checkpointer:
         peers = self._joining.join(store, held)
         if peers is None:
             return None
-        return Exchange(peers, self._paths, round=context.round, timeout=JOIN_TIMEOUT, pace=self._traffic.pace)
+        return Exchange(peers, self._paths, round=context.round, timeout=PATIENCE, pace=self._traffic.pace)
 
     def _private(self) -> tuple[str, ...]:
         """How the names of tensors begin that are each rank's own."""
@@ -317,10 +318,9 @@ class Checkpointer:
         self._progress.event("replicas_disagree", iteration=iteration, tensors=list(names[:20]), void=void)
         if self._local_rank:
             return  # one line for the node
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         last = self._rank + self._local_world_size - 1
         say(
-            f"warning: ranks {self._rank} to {last} held {names[0]!r}{more} alike and differ there since iteration "
+            f"warning: ranks {self._rank} to {last} held {_some(names)} alike and differ there since iteration "
             f"{iteration}: silent data corruption, unless the script lets its ranks go apart (from here on each rank's "
             "own is kept)"
         )
@@ -329,9 +329,8 @@ class Checkpointer:
         """These tensors changed between the boundary and the end of their late copy."""
         self._snapshotter.late.changed(names)
         self._progress.event("late_copy_torn", iteration=iteration, tensors=list(names[:20]))
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         say(
-            f"rank {self._rank}: {names[0]!r}{more} changed after step() and before the optimizer's step: the snapshot "
+            f"rank {self._rank}: {_some(names)} changed after step() and before the optimizer's step: the snapshot "
             f"of iteration {iteration} is dropped, and they are copied within step() from here on"
         )
 
@@ -356,6 +355,10 @@ class Checkpointer:
         # Into the file where torch's agents look for a worker's exception: ours ends the run with this line.
         get_error_handler().record_exception(error)
         _leave(EXIT_FATAL)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _leave(code: int) -> NoReturn:

@@ -15,11 +15,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from gemini_run.errors import GeminiError, PeerLost
+from gemini_run.errors import GeminiError
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.transport import Exchange
 from gemini_run.plan.manifest import Manifest
@@ -38,11 +37,7 @@ from gemini_run.wire import (
 from gemini_run.worker.interval import Intervals
 from gemini_run.worker.late import Landing
 from gemini_run.worker.neighbours import Borrowing, Neighbours
-
-#: How long this rank waits for the others to reach an iteration. As long as c10d's own collectives wait: one
-#: rank may evaluate for minutes while the others are done with the step.
-PATIENCE_SECONDS = 1800.0
-_POLL = timedelta(seconds=1)
+from gemini_run.worker.waiting import PATIENCE, wait_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +215,7 @@ class Committer:
 
     def _commit(self, job: Job, store: dist.Store | None) -> None:
         torn = tuple(name for _, name in job.landing.finish()) if job.landing is not None else ()
-        void = lacking = bool(torn)
+        void, lacking = False, bool(torn)
         if job.landing is not None and torn:
             self._on_torn(job.iteration, torn)
             header = job.landing.header
@@ -312,21 +307,18 @@ class Committer:
             store.delete_key(key)
 
     def _wait_for(self, key: str, iteration: int, store: dist.Store) -> None:
-        started = time.monotonic()
-        while True:
-            try:
-                store.wait([key], _POLL)
-                return
-            except dist.DistStoreError:
-                pass  # a slice of the wait is over; a dead store raises another error
-            counted = store.add(key_commit_count(iteration), 0)
-            if store.add(KEY_LEFT, 0) > 0 and not store.check([key]):
-                raise PeerLost(
-                    f"another rank ended, or stopped taking snapshots, before iteration {iteration} "
-                    f"({counted} of {self._world_size} ranks reached it)"
-                )
-            if time.monotonic() - started > PATIENCE_SECONDS:
-                raise PeerLost(
-                    f"iteration {iteration} is complete on only {counted} of {self._world_size} ranks after "
-                    f"{PATIENCE_SECONDS:.0f} s: every rank must call step() for every iteration"
-                )
+        def counted() -> str:
+            return f"{store.add(key_commit_count(iteration), 0)} of {self._world_size} ranks"
+
+        wait_for(
+            [key],
+            store,
+            left=lambda: (
+                f"another rank ended, or stopped taking snapshots, before iteration {iteration} "
+                f"({counted()} reached it)"
+            ),
+            late=lambda: (
+                f"iteration {iteration} is complete on only {counted()} after {PATIENCE.total_seconds():.0f} s: every "
+                "rank must call step() for every iteration"
+            ),
+        )

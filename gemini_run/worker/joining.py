@@ -6,23 +6,19 @@ Runs on the commit thread, at the first snapshot of a round (the one that it goe
 from __future__ import annotations
 
 import json
-import time
-from datetime import timedelta
 
 import torch.distributed as dist
 import xxhash
 
-from gemini_run.errors import PeerLost
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.group import Peers, form
 from gemini_run.plan.manifest import Manifest
 from gemini_run.plan.placement import Placement, placement
 from gemini_run.plan.share import MIN_BYTES
-from gemini_run.wire import KEY_LEFT, KEY_TOGETHER, WorkerContext, key_group, key_holds
+from gemini_run.wire import KEY_TOGETHER, WorkerContext, key_group, key_holds
+from gemini_run.worker.waiting import PATIENCE, wait_for
 
-JOIN_TIMEOUT = timedelta(minutes=30)  #: members reach their first boundary at their own pace
 COMPARED = 0.9  #: of a rank's bytes, the largest tensors first: small ones (statistics, counters) may differ
-_POLL = timedelta(seconds=1)
 
 
 class Joining:
@@ -48,7 +44,7 @@ class Joining:
                 where it is torn: as if nobody held the same.
 
         Raises:
-            PeerLost: a member did not come within JOIN_TIMEOUT, or never will.
+            PeerLost: a member did not come within PATIENCE, or never will.
         """
         context = self._context
         if context.replicas < 2:
@@ -63,7 +59,7 @@ class Joining:
             plan, node_rank=context.node_rank, local_rank=self._local_rank,
             first_ranks=tuple(node * self._local_world_size for node in range(context.num_nodes)),
             store=store, prefix=key_group(plan.groups.index(members), self._local_rank),
-            store_host=context.store_host, timeout=JOIN_TIMEOUT,
+            store_host=context.store_host, timeout=PATIENCE,
         )  # fmt: skip
 
     def written_here(self) -> set[int]:
@@ -114,14 +110,9 @@ def holdings(slot: Slot, manifest: Manifest, private: tuple[str, ...] = ()) -> s
 
 
 def _wait_for(keys: list[str], store: dist.Store) -> None:
-    end = time.monotonic() + JOIN_TIMEOUT.total_seconds()
-    while True:
-        try:
-            store.wait(keys, _POLL)
-            return
-        except dist.DistStoreError:
-            pass  # a slice of the wait is over; a dead store raises another error
-        if store.add(KEY_LEFT, 0) > 0 and not store.check(keys):
-            raise PeerLost("another rank ended, or stopped taking snapshots, before its first snapshot of the round")
-        if time.monotonic() > end:
-            raise PeerLost(f"not all ranks took a snapshot within {JOIN_TIMEOUT}: every rank must call step()")
+    wait_for(
+        keys,
+        store,
+        left=lambda: "another rank ended, or stopped taking snapshots, before its first snapshot of the round",
+        late=lambda: f"not all ranks took a snapshot within {PATIENCE}: every rank must call step()",
+    )

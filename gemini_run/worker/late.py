@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.slots import Slot
+from gemini_run.plan.manifest import Item
 from gemini_run.worker.layout import Source, address_of, bytes_at, local_of
 
 MIN_BYTES = 64 * 1024  #: smaller tensors are copied at the boundary: less work than looking after them
@@ -155,9 +156,9 @@ class Late:
             if source.length >= MIN_BYTES and source.dense and _place(source.tensor) in known and self._wanted(source)
         )
 
-    def chosen(self, eligible: Sequence[int], names: Sequence[str]) -> list[int]:
-        """Those of `eligible` that have kept still so far. `names`: of all items."""
-        return [index for index in eligible if names[index] not in self._restless]
+    def chosen(self, eligible: Sequence[int], items: Sequence[Item]) -> list[int]:
+        """Those of `eligible` that have kept still so far. `items`: of the manifest."""
+        return [index for index in eligible if items[index].name not in self._restless]
 
     def began(self, landing: Landing) -> None:
         self._landing = landing

@@ -15,9 +15,8 @@ from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
-from gemini_run.worker.layout import address_of, dtensor_of, is_dense, local_of, unrepeated
+from gemini_run.worker.layout import address_of, copy_and_digest, dtensor_of, is_dense, local_of, unrepeated
 
-_CHUNK_BYTES = 256 * 1024  #: copied, then checked while a core's second-level cache still holds them
 _MOST_THREADS = 4
 _NEW_FROM = 2**20  #: bytes; of a new tensor of less the pages come one by one
 _MADV_POPULATE_WRITE = 23
@@ -154,18 +153,16 @@ class SlotReader(PayloadReader):
         return torch.empty_strided(item.shape, item.stride, dtype=getattr(torch, item.dtype))
 
     def _copy(self, index: int, target: torch.Tensor, new: bool) -> None:
-        """Copy and check. On any thread: memmove and xxhash let go of the interpreter's lock. No torch operator."""
+        """Copy and check. On any thread."""
         item = self.manifest.items[index]
         source, to = self._base + item.offset, target.data_ptr()
         if new and item.length >= _NEW_FROM:
             _populate(to, item.length)
-        running = xxhash.xxh3_64()
-        for start in range(0, item.length, _CHUNK_BYTES):
-            size = min(_CHUNK_BYTES, item.length - start)
-            ctypes.memmove(to + start, source + start, size)
-            if self._checksums is not None:
-                running.update(self._payload[item.offset + start : item.offset + start + size])
-        self._compare(index, running.intdigest())
+        if self._checksums is None:
+            ctypes.memmove(to, source, item.length)
+        else:
+            data = self._payload[item.offset : item.offset + item.length]
+            self._compare(index, copy_and_digest(to, source, data))
 
     def _there(self, index: int) -> torch.Tensor:
         """The checked tensor, in the slot's own memory: to be read from, now."""
