@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def in_a_fork(body: Callable[[], object], kill_when: Callable[[], bool] | None =
 
 def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def a_while_after(log: Path, more: int, seconds: float) -> Callable[[], bool]:
+    """For `kill_when`: true `seconds` after `more` bytes have been added to `log`."""
+    size = log.stat().st_size if log.exists() else 0
+    moment: list[float] = []
+
+    def now() -> bool:
+        if not moment and log.exists() and log.stat().st_size >= size + more:
+            moment.append(time.monotonic() + seconds)
+        return bool(moment) and time.monotonic() > moment[0]
+
+    return now
 
 
 def newest_iteration(memory: MemoryPaths) -> int | None:

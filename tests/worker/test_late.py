@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from dying import in_a_fork, newest_iteration
+from dying import a_while_after, in_a_fork, newest_iteration
 from forks import run_ranks
 from torch import nn
 from torch.distributed import TCPStore
@@ -109,15 +109,7 @@ def test_optimizers_wait_and_a_kill_at_any_moment_leaves_one_iteration(
             round=number, late_copy="always", restore_iteration=found,
             restore_source="none" if found is None else "local",
         )  # fmt: skip
-        size = log.stat().st_size if log.exists() else 0
-        moment: list[float] = []
-
-        def a_while_after_an_iteration(size: int = size, moment: list[float] = moment) -> bool:
-            if not moment and log.exists() and log.stat().st_size >= size + 12:
-                moment.append(time.monotonic() + draw.uniform(0, 0.05))
-            return bool(moment) and time.monotonic() > moment[0]
-
-        assert in_a_fork(lambda: train(log, 10_000), a_while_after_an_iteration) == signal.SIGKILL
+        assert in_a_fork(lambda: train(log, 10_000), a_while_after(log, 12, draw.uniform(0, 0.05))) == signal.SIGKILL
         newest = newest_iteration(memory)
         reached = int(log.read_text().split()[-1]) + 1
         assert newest is not None and newest > (found or 0) and reached - 2 <= newest <= reached + 1

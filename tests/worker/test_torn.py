@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from dying import in_a_fork, newest_iteration
+from dying import a_while_after, in_a_fork, newest_iteration
 from torch import nn
 
 import gemini_run
@@ -71,15 +71,7 @@ def test_every_state_left_behind_is_of_one_iteration(
 
     for number in range(5):
         as_worker(round=number, restore_iteration=found, restore_source="none" if found is None else "local")
-        size = log.stat().st_size if log.exists() else 0
-        moment: list[float] = []
-
-        def a_while_after_an_iteration(size: int = size, moment: list[float] = moment) -> bool:
-            if not moment and log.exists() and log.stat().st_size >= size + 8:
-                moment.append(time.monotonic() + draw.uniform(0, 0.02))
-            return bool(moment) and time.monotonic() > moment[0]
-
-        assert in_a_fork(lambda: train(log), a_while_after_an_iteration) == signal.SIGKILL
+        assert in_a_fork(lambda: train(log), a_while_after(log, 8, draw.uniform(0, 0.02))) == signal.SIGKILL
         newest = newest_iteration(memory)
         assert newest is not None and newest > (found or 0)
         found = newest
