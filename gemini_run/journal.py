@@ -53,5 +53,9 @@ def read_events(path: Path, last_bytes: int | None = None) -> list[dict[str, Any
 def write_json_atomic(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON; a reader sees the old text or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+    try:
+        temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, path)

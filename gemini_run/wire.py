@@ -99,6 +99,11 @@ class MemoryPaths:
         return self.root / "lock"
 
     @property
+    def reserve(self) -> Path:
+        """Room for the small files here, kept back (`memory.reserve`)."""
+        return self.root / "reserve"
+
+    @property
     def slots(self) -> Path:
         return self.root / "slots"
 
@@ -187,6 +192,7 @@ class CommitRecord:
         iteration: the newest committed iteration: the one that was agreed on, or, if that is void, the one before.
         next_iteration: the next one to snapshot (known to all before anyone reaches it).
         next_durable: hold that next one's slots for the durable tier.
+        void: that iteration has not all of its slots: some rank's state, or a replica, is missing.
         following: the one after the next comes no sooner than so many iterations behind it. Training need not know
             more until then: the next one has so much time to be committed.
     """
@@ -195,6 +201,7 @@ class CommitRecord:
     next_iteration: int
     next_durable: bool
     following: int = 1
+    void: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

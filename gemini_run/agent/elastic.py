@@ -34,7 +34,7 @@ from gemini_run.agent.preimported import StartRequest
 from gemini_run.agent.process import WorkerProcess, readable
 from gemini_run.agent.zygote import WorkerStarter
 from gemini_run.errors import GeminiError
-from gemini_run.memory.segment import read_beacons
+from gemini_run.memory.beacons import read_beacons
 from gemini_run.plan.recovery import worker_ranks
 from gemini_run.terminal import say
 from gemini_run.wire import ENV_WORKER, EXIT_FATAL, EXIT_REPLAN

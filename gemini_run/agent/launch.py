@@ -39,7 +39,8 @@ from gemini_run.config import Settings
 from gemini_run.errors import ConfigError, GeminiError
 from gemini_run.ids import new_run_id, shared_run_id
 from gemini_run.journal import read_events
-from gemini_run.memory.segment import NodeMemory, read_beacons
+from gemini_run.memory.beacons import read_beacons
+from gemini_run.memory.segment import NodeMemory
 from gemini_run.terminal import say
 from gemini_run.wire import RunPaths
 

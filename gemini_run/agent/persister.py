@@ -21,7 +21,7 @@ from gemini_run.durable.checkpoint import newest_committed, prune, remove, remov
 from gemini_run.durable.tier import DurableTier, open_tier
 from gemini_run.durable.upload import Stored, commit
 from gemini_run.errors import CallerLate, DurableError, GeminiError, PeerLost
-from gemini_run.memory.segment import read_beacons
+from gemini_run.memory.beacons import read_beacons
 from gemini_run.plan.manifest import Manifest
 from gemini_run.plan.persist import Assignment, Shard, assign
 from gemini_run.plan.recovery import rank_ranges

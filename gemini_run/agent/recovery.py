@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from gemini_run.agent.reshard import check_copy, held_by, tell_workers
 from gemini_run.agent.runtime import NodeRuntime, PeerNode
 from gemini_run.errors import DurableError, FormatVersionError, GeminiError, PeerLost, ReplicaCorrupt, Unrecoverable
-from gemini_run.memory.segment import SlotInfo, durable_refused, read_beacons
+from gemini_run.memory.beacons import read_beacons
+from gemini_run.memory.segment import SlotInfo, durable_refused
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers.pull import Source, pull_slot

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from gemini_run.agent.runtime import NodeRuntime, RoundInfo
 from gemini_run.agent.state import AgentState
 from gemini_run.journal import write_json_atomic
-from gemini_run.memory.segment import read_beacons
+from gemini_run.memory.beacons import read_beacons
 from gemini_run.terminal import say
 
 REPORT_VERSION = 1

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from gemini_run.agent.runtime import PeerNode
 from gemini_run.errors import ReplicaCorrupt
-from gemini_run.journal import write_json_atomic
+from gemini_run.memory.reserve import write_json
 from gemini_run.memory.segment import NodeMemory, SlotInfo
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
@@ -53,7 +53,7 @@ def tell_workers(
     places = tuple(_places(memory, plan, nodes, node_rank)) if plan.source == "memory" else ()
     location = durable if plan.source == "durable" else None
     told = Reshard(plan.iteration, plan.world_size, number, places, location)
-    write_json_atomic(memory.paths.reshard, told.to_json())
+    write_json(memory.paths, memory.paths.reshard, told.to_json())
 
 
 def _places(memory: NodeMemory, plan: RecoveryPlan, nodes: Sequence[PeerNode], node_rank: int) -> Iterable[ShardPlace]:

@@ -12,14 +12,8 @@ from typing import Any
 from gemini_run.agent.process import is_running
 from gemini_run.errors import UnknownRun
 from gemini_run.journal import read_events
-from gemini_run.memory.segment import (
-    BeaconState,
-    SlotInfo,
-    agent_alive,
-    node_directories,
-    read_beacons,
-    scan_slots,
-)
+from gemini_run.memory.beacons import BeaconState, read_beacons
+from gemini_run.memory.segment import SlotInfo, agent_alive, node_directories, scan_slots
 from gemini_run.plan.recovery import NodeFacts, SlotFact, as_history
 from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, RunPaths, run_home
 

@@ -1,4 +1,4 @@
-"""A node's host memory: the directory that is the node's identity, its slots, and its workers' beacons."""
+"""A node's host memory: the directory that is the node's identity, and its slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import itertools
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -16,10 +15,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from gemini_run.errors import FormatVersionError, ReplicaCorrupt
+from gemini_run.errors import FormatVersionError, MemoryFull, ReplicaCorrupt
 from gemini_run.ids import NodeId, new_node_id
-from gemini_run.journal import write_json_atomic
 from gemini_run.memory.header import HEADER_BYTES, SlotHeader
+from gemini_run.memory.reserve import keep_back, write_json
 from gemini_run.wire import DEFAULT_MEMORY_BASE, MemoryPaths, memory_root, run_memory
 
 NODE_FORMAT_VERSION = 1
@@ -71,6 +70,7 @@ class NodeMemory:
 
         Raises:
             OSError: `base` cannot be written.
+            MemoryFull: there is no room for the notes of a node.
         """
         for _ in range(_CLAIM_ATTEMPTS):
             try:
@@ -101,7 +101,13 @@ class NodeMemory:
         fresh = _try_lock(hidden.lock, create=True)
         if fresh is None:
             raise RuntimeError(f"{hidden.lock}: a directory just made is locked already")
-        write_json_atomic(hidden.node_json, {"version": NODE_FORMAT_VERSION, "node_id": node_id, "notes": {}})
+        try:
+            keep_back(hidden)
+            write_json(hidden, hidden.node_json, {"version": NODE_FORMAT_VERSION, "node_id": node_id, "notes": {}})
+        except MemoryFull:
+            shutil.rmtree(hidden.root)
+            os.close(fresh)
+            raise
         paths = MemoryPaths(root / node_id)
         os.rename(hidden.root, paths.root)
         return cls(paths, node_id, fresh, adopted=False)
@@ -113,9 +119,9 @@ class NodeMemory:
         return notes
 
     def save_notes(self, notes: dict[str, Any]) -> None:
-        write_json_atomic(
-            self.paths.node_json,
-            {"version": NODE_FORMAT_VERSION, "node_id": self.node_id, "notes": notes},
+        """Raises: MemoryFull."""
+        write_json(
+            self.paths, self.paths.node_json, {"version": NODE_FORMAT_VERSION, "node_id": self.node_id, "notes": notes}
         )
 
     def scan(self) -> list[SlotInfo]:
@@ -255,7 +261,7 @@ def durable_refused(paths: MemoryPaths) -> list[int]:
 
 def refuse_durable(paths: MemoryPaths, iteration: int) -> None:
     """Tell this node's agent not to take that one again."""
-    write_json_atomic(paths.durable_refused, sorted({*durable_refused(paths), iteration}))
+    write_json(paths, paths.durable_refused, sorted({*durable_refused(paths), iteration}))
 
 
 def ended_runs(base: Path = DEFAULT_MEMORY_BASE) -> list[tuple[Path, int]]:
@@ -321,93 +327,3 @@ def _read_node(paths: MemoryPaths) -> dict[str, Any] | None:
     if not isinstance(node, dict) or node.get("version") != NODE_FORMAT_VERSION:
         return None
     return node if isinstance(node.get("node_id"), str) and isinstance(node.get("notes"), dict) else None
-
-
-# --- beacons ---------------------------------------------------------------------------------------
-
-PHASES = ("starting", "restoring", "training", "snapshot", "finished")
-_BEACON = struct.Struct("<I I Q Q Q d d Q d d")
-
-
-@dataclasses.dataclass(frozen=True)
-class BeaconState:
-    """What a worker last said of itself.
-
-    Attributes:
-        pid: of the worker.
-        phase: one of PHASES.
-        iteration: iterations finished.
-        snapshot: newest iteration whose own slot is complete here.
-        committed: newest iteration known complete on every rank, replicas included.
-        changed_at: unix seconds of the last change.
-        stall: seconds the training thread spent in the last snapshot.
-        state_bytes: size of this rank's state.
-        first_step_at: unix seconds at which the first iteration of this round was finished, 0 before.
-        interval: iterations from one snapshot to the next, 0 before the first commit.
-    """
-
-    pid: int
-    phase: str
-    iteration: int
-    snapshot: int
-    committed: int
-    changed_at: float
-    stall: float
-    state_bytes: int
-    first_step_at: float
-    interval: int = 0
-
-
-class Beacon:
-    """One worker's page of shared memory: written without a system call, read by the agent at any time."""
-
-    def __init__(self, path: Path, *, writable: bool) -> None:
-        mode = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-        descriptor = os.open(path, mode | os.O_CLOEXEC, 0o600)
-        try:
-            if writable:
-                os.ftruncate(descriptor, 4096)
-            self._map = mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-        finally:
-            os.close(descriptor)
-
-    def write(self, state: BeaconState) -> None:
-        _BEACON.pack_into(
-            self._map, 0, state.pid, PHASES.index(state.phase), state.iteration, state.snapshot,
-            state.committed, state.changed_at, state.stall, state.state_bytes, state.first_step_at,
-            state.interval,
-        )  # fmt: skip
-
-    def read(self) -> BeaconState:
-        pid, phase, iteration, snapshot, committed, changed_at, stall, size, first, interval = _BEACON.unpack_from(
-            self._map, 0
-        )
-        return BeaconState(
-            pid, PHASES[phase], iteration, snapshot, committed, changed_at, stall, size, first, int(interval)
-        )  # fmt: skip
-
-    def close(self) -> None:
-        self._map.close()
-
-
-def read_beacons(paths: MemoryPaths) -> dict[int, BeaconState]:
-    """Local rank -> what that worker last said; workers that said nothing yet are missing."""
-    found = {}
-    try:
-        entries = sorted(paths.beacons.iterdir())
-    except FileNotFoundError:
-        return {}
-    for path in entries:
-        try:
-            beacon = Beacon(path, writable=False)
-        except (FileNotFoundError, ValueError):
-            continue  # vanished, or made and not yet given its size
-        try:
-            state = beacon.read()
-        except IndexError:
-            continue  # a phase of a newer release
-        finally:
-            beacon.close()
-        if state.pid:
-            found[int(path.name[1:])] = state
-    return found

@@ -80,6 +80,7 @@ class ReplicaSlots:
 
     def _create(self, index: int, capacity: int) -> Slot:
         path = self._paths.slot(self.owner, index)
+        self._slots.pop(index, None)
         path.unlink(missing_ok=True)  # first, so that old and new never need room at the same time
         slot = self._slots[index] = Slot.create(path, capacity)
         return slot

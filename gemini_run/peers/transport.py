@@ -1,10 +1,10 @@
 """One exchange of replicas: send this rank's slot to its peers, receive theirs into slots of this node.
 
-In four steps, all ranks at once: the header pages; manifest (if it is new) and checksums; which tensors the receiver
-wants; those. What the receiver's own slot holds alike, by name, length and checksum, the replica borrows from there:
-of state that data parallelism replicates nothing is sent, and nothing copied. The receiver checks what arrived and
-commits the replica: sequence number last. Bytes travel as bytes (gloo knows few dtypes), in chunks with a window of
-transfers posted; `peers.pace` holds back those that would be in training's way.
+In five steps, all ranks at once: the header pages; whether the receiver has room; manifest (if it is new) and
+checksums; which tensors the receiver wants; those. What the receiver's own slot holds alike, by name, length and
+checksum, the replica borrows from there: of state that data parallelism replicates nothing is sent, and nothing copied.
+The receiver checks what arrived and commits the replica: sequence number last. Bytes travel as bytes (gloo knows few
+dtypes), in chunks with a window of transfers posted; `peers.pace` holds back those that would be in training's way.
 
 The iteration that a round goes on from is exchanged as well, with whoever does not hold it yet (`Exchange.renew`).
 """
@@ -12,6 +12,7 @@ The iteration that a round goes on from is exchanged as well, with whoever does 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gemini_run.errors import PeerLost, ReplicaCorrupt
+from gemini_run.errors import MemoryFull, PeerLost, ReplicaCorrupt
 from gemini_run.memory.header import HEADER_BYTES, SlotHeader
 from gemini_run.memory.settle import fill
 from gemini_run.memory.slots import Slot
@@ -34,11 +35,29 @@ from gemini_run.wire import MemoryPaths
 CHUNK_BYTES = 8 * 2**20  #: where nothing is held back
 GAP_BYTES = 64 * 2**10  #: tensors nobody wants between two that are wanted go along if they are no larger
 WINDOW = 4  #: transfers posted at once, per direction and peer
-_HEADER_TAG, _HELD_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _PROBE_TAG, _CHUNK_TAG = range(1, 8)
+_HEADER_TAG, _ROOM_TAG, _MANIFEST_TAG, _CHECKSUMS_TAG, _WANTED_TAG, _PROBE_TAG, _CHUNK_TAG = range(1, 8)
 assert _CHUNK_TAG < OBJECTS_TAG < FIRST_CHUNK_TAG
 _PROBES = 5
 
 Flags = npt.NDArray[np.uint8]  #: one a tensor, in manifest order
+_Pages = dict[int, SlotHeader | None]  #: source -> its header, None: it has no slot this time
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """The slot that this rank sends, sealed."""
+
+    slot: Slot
+    header: SlotHeader
+    manifest: Manifest
+
+    @functools.cached_property
+    def checksums(self) -> npt.NDArray[np.uint64]:
+        return np.array(self.slot.stored_checksums(self.header), np.uint64)
+
+    @functools.cached_property
+    def lenders(self) -> npt.NDArray[np.int64]:
+        return np.array(self.slot.lenders(self.header), np.int64)
 
 
 @dataclasses.dataclass
@@ -72,11 +91,13 @@ class Traffic:
 
     Attributes:
         bytes: received.
-        void: a peer has no whole slot of its own this time, so there is no replica of it here.
+        void: a replica is missing: a peer has no whole slot of its own this time, or there is no room for it here.
+        full: why there is no room here.
     """
 
     bytes: int
     void: bool
+    full: MemoryFull | None = None
 
 
 class Exchange:
@@ -99,73 +120,73 @@ class Exchange:
         self._received: dict[int, tuple[int, bytes, Manifest]] = {}  # source -> checksum, text, parsed
         self._twins: dict[int, _Twins] = {}
 
-    def run(self, slot: Slot, header: SlotHeader, manifest: Manifest, *, keep: int) -> Traffic:
-        """Send the sealed `slot`, get every peer's of the same iteration.
+    def run(self, own: Own | None, iteration: int, *, keep: int) -> Traffic:
+        """Send this rank's slot of `iteration`, get every peer's of the same.
 
         Args:
-            header, manifest: of `slot`. With sequence 0 it is void: it is not sent.
+            own: None if this rank has none this time.
             keep: the newest committed iteration; replicas of it are not touched.
 
         Raises:
             PeerLost: a peer died, or did not move within the timeout.
             ReplicaCorrupt: what arrived is not what was announced, or fails a checksum.
-            MemoryFull: no room for a replica.
         """
         try:
-            theirs = self._headers(header, lambda round: round == self._round)
-            targets = self._peers.sends if header.complete else ()
-            return self._replicate(slot, header, manifest, targets, theirs, dict.fromkeys(theirs, keep))
+            theirs = self._headers(own, iteration, lambda round: round == self._round)
+            return self._replicate(own, theirs, dict.fromkeys(theirs, keep))
         except RuntimeError as error:
             raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
 
-    def renew(self, slot: Slot, header: SlotHeader, manifest: Manifest) -> Traffic:
+    def renew(self, own: Own) -> Traffic:
         """`run` for the iteration that this round went on from: complete on its own node, and maybe nowhere else.
 
         A peer that holds it already is sent nothing. Of the others the newest replica is not touched: should a node
         be lost meanwhile, that one is what all can still go back to.
         """
         try:
-            theirs = self._headers(header, lambda round: round <= self._round)
+            theirs = self._headers(own, own.header.iteration, lambda round: round <= self._round)
             newest = {source: self._replicas[source].newest() for source in theirs}
-            held = {source for source, page in theirs.items() if _same(newest[source], page)}
-            targets = self._lacking(held)
-            missing = {source: page for source, page in theirs.items() if source not in held}
+            missing = {s: page for s, page in theirs.items() if page is None or not _same(newest[s], page)}
             keep = {source: kept.iteration if (kept := newest[source]) else -1 for source in missing}
-            return self._replicate(slot, header, manifest, targets, missing, keep)
+            return self._replicate(own, missing, keep)
         except RuntimeError as error:
             raise PeerLost(f"a peer's memory is out of reach: {_first_line(error)}") from error
 
-    def _replicate(
-        self, slot: Slot, header: SlotHeader, manifest: Manifest, targets: Sequence[int],
-        theirs: Mapping[int, SlotHeader], keep: Mapping[int, int],
-    ) -> Traffic:  # fmt: skip
-        """Send to `targets`; receive from the sources of `theirs`, into slots without their iteration of `keep`."""
-        own = np.array(slot.stored_checksums(header), np.uint64)
-        lenders = np.array(slot.lenders(header), np.int64)
+    def _replicate(self, own: Own | None, theirs: _Pages, keep: Mapping[int, int]) -> Traffic:
+        """Receive from the sources of `theirs`, into slots without their iteration of `keep`; send to who lacks it."""
         incoming: list[Incoming] = []
-        whole = {source: page for source, page in theirs.items() if page.complete}
+        whole = {source: page for source, page in theirs.items() if page is not None}
+        full: MemoryFull | None = None
         try:
             for source, page in whole.items():
-                index, target = self._replicas[source].writable(keep[source], page.end, page.world_size)
-                incoming.append(Incoming(source, page, index, target))
-            self._fronts(slot, header, targets, incoming)
+                try:
+                    index, target = self._replicas[source].writable(keep[source], page.end, page.world_size)
+                except MemoryFull as error:
+                    full = error
+                else:
+                    incoming.append(Incoming(source, page, index, target))
+            asked = self._asked_by({entry.source for entry in incoming})
+            targets = asked if own is not None else []
+            self._fronts(own, targets, incoming)
             for entry in incoming:
-                # Nothing is borrowed from a slot that is void: it will not be there.
-                self._choose(entry, manifest, own, lenders, header.owner if header.complete else -1)
-            wanted = self._wanted(header, targets, incoming)
-            for flags in wanted.values():
-                fill(slot, header, manifest, np.flatnonzero((flags != 0) & (lenders >= 0)).tolist())
-            self._bodies(slot, header, (manifest, wanted, incoming))
+                self._choose(entry, own)
+            wanted = self._wanted(own, targets, incoming)
+            if own is not None:
+                for flags in wanted.values():
+                    borrowed = np.flatnonzero((flags != 0) & (own.lenders >= 0))
+                    fill(own.slot, own.header, own.manifest, borrowed.tolist())
+            self._bodies(own, wanted, incoming)
             for entry in incoming:
                 _accept(entry)
         except BaseException:
             for entry in incoming:
                 self._replicas[entry.source].abandon(entry.index)
             raise
-        self._sent.update(dict.fromkeys(targets, header.manifest_checksum))
+        if own is not None:
+            self._sent.update(dict.fromkeys(targets, own.header.manifest_checksum))
         for entry in incoming:
             self._replicas[entry.source].done(entry.index, entry.header.iteration)
-        return Traffic(sum(_bytes_of(entry) for entry in incoming), len(whole) < len(theirs))
+        return Traffic(sum(_bytes_of(entry) for entry in incoming), len(incoming) < len(theirs), full)
 
     # --- the steps ------------------------------------------------------------------------------------
 
@@ -183,20 +204,23 @@ class Exchange:
         if self._pace is not None:
             self._pace.started_up(min(took))
 
-    def _headers(self, header: SlotHeader, of_round: Callable[[int], bool]) -> dict[int, SlotHeader]:
+    def _headers(self, own: Own | None, iteration: int, of_round: Callable[[int], bool]) -> _Pages:
         if not self._probed:
             self._probe()
-        packed = bytearray(header.pack().ljust(HEADER_BYTES, b"\0"))
+        packed = bytearray((own.header.pack() if own is not None else b"").ljust(HEADER_BYTES, b"\0"))
         self._header_out.copy_(torch.frombuffer(packed, dtype=torch.uint8))
         pages = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in self._peers.receives}
         self._swap(
             [(source, page, _HEADER_TAG) for source, page in pages.items()],
             [(target, self._header_out, _HEADER_TAG) for target in self._peers.sends],
         )
-        result = {}
+        result: dict[int, SlotHeader | None] = {}
         for source, page in pages.items():
+            if not page.any():
+                result[source] = None
+                continue
             theirs = SlotHeader.unpack(bytes(page.numpy()))
-            expected = (header.iteration, self._peers.receives[source])
+            expected = (iteration, self._peers.receives[source])
             if (theirs.iteration, theirs.owner) != expected or not of_round(theirs.round):
                 raise ReplicaCorrupt(
                     f"a peer sent round {theirs.round}, iteration {theirs.iteration} of rank {theirs.owner} in round "
@@ -207,17 +231,17 @@ class Exchange:
             result[source] = dataclasses.replace(theirs, flags=0, borrowed=0)
         return result
 
-    def _lacking(self, held: set[int]) -> list[int]:
-        """Tell each source whether its slot is `held` here; returns the targets that lack this rank's."""
-        mine = {source: torch.tensor([source in held], dtype=torch.uint8) for source in self._peers.receives}
+    def _asked_by(self, asked: set[int]) -> list[int]:
+        """Tell each source whether its slot is `asked` for here; returns the targets that ask for this rank's."""
+        mine = {source: torch.tensor([source in asked], dtype=torch.uint8) for source in self._peers.receives}
         answers = {target: torch.empty(1, dtype=torch.uint8) for target in self._peers.sends}
         self._swap(
-            [(target, answer, _HELD_TAG) for target, answer in answers.items()],
-            [(source, flag, _HELD_TAG) for source, flag in mine.items()],
+            [(target, answer, _ROOM_TAG) for target, answer in answers.items()],
+            [(source, flag, _ROOM_TAG) for source, flag in mine.items()],
         )
-        return [target for target, answer in answers.items() if not answer.item()]
+        return [target for target, answer in answers.items() if answer.item()]
 
-    def _fronts(self, slot: Slot, header: SlotHeader, targets: Sequence[int], incoming: Sequence[Incoming]) -> None:
+    def _fronts(self, own: Own | None, targets: Sequence[int], incoming: Sequence[Incoming]) -> None:
         self._held_chunk = self._pace.chunk_bytes if self._pace is not None else None
         told = torch.tensor([self._held_chunk or CHUNK_BYTES, self._held_chunk is not None]).view(torch.uint8)
         heard = {entry.source: torch.empty_like(told) for entry in incoming}
@@ -230,11 +254,13 @@ class Exchange:
                 receives.append((entry.source, text, _MANIFEST_TAG))
             table = view(entry.slot, theirs.checksums_offset, 8 * theirs.num_items)
             receives.append((entry.source, table, _CHECKSUMS_TAG))
-        for target in targets:
-            if self._sent.get(target) != header.manifest_checksum:
-                text = view(slot, header.manifest_offset, header.manifest_length)
-                sends.append((target, text, _MANIFEST_TAG))
-            sends.append((target, view(slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
+        if own is not None:
+            header = own.header
+            for target in targets:
+                if self._sent.get(target) != header.manifest_checksum:
+                    text = view(own.slot, header.manifest_offset, header.manifest_length)
+                    sends.append((target, text, _MANIFEST_TAG))
+                sends.append((target, view(own.slot, header.checksums_offset, 8 * header.num_items), _CHECKSUMS_TAG))
         self._swap(receives, sends)
         for entry in incoming:
             chunk, paced = heard[entry.source].view(torch.int64).tolist()
@@ -254,44 +280,40 @@ class Exchange:
             entry.manifest = known[2]
             entry.checksums = np.array(entry.slot.stored_checksums(theirs), np.uint64)
 
-    def _choose(
-        self, entry: Incoming, manifest: Manifest, own: npt.NDArray[np.uint64], lenders: npt.NDArray[np.int64],
-        owner: int,
-    ) -> None:  # fmt: skip
-        """Want what this rank's own slot does not hold alike; the rest is borrowed from it, or from its own lender.
-
-        `owner`: of the own slot, -1 if nothing can be borrowed.
-        """
+    def _choose(self, entry: Incoming, own: Own | None) -> None:
+        """Want what this rank's own slot does not hold alike; the rest is borrowed from it, or from its own lender."""
         assert entry.manifest is not None, "received before"
-        twins = self._twins.get(entry.source)
-        if twins is None or twins.mine is not manifest:
-            twins = self._twins[entry.source] = _Twins.of(entry.manifest, manifest)
-        alike = own[twins.ours] == entry.checksums[twins.theirs]
         entry.wanted = np.ones(len(entry.manifest.items), np.uint8)
         entry.lenders = np.full(len(entry.manifest.items), -1, np.int64)
-        if owner < 0:
+        if own is None:
             return
+        twins = self._twins.get(entry.source)
+        if twins is None or twins.mine is not own.manifest:
+            twins = self._twins[entry.source] = _Twins.of(entry.manifest, own.manifest)
+        alike = own.checksums[twins.ours] == entry.checksums[twins.theirs]
         entry.wanted[twins.theirs[alike]] = 0
-        mine = lenders[twins.ours[alike]]
-        entry.lenders[twins.theirs[alike]] = np.where(mine >= 0, mine, owner)
+        mine = own.lenders[twins.ours[alike]]
+        entry.lenders[twins.theirs[alike]] = np.where(mine >= 0, mine, own.header.owner)
 
-    def _wanted(self, header: SlotHeader, targets: Sequence[int], incoming: Sequence[Incoming]) -> dict[int, Flags]:
+    def _wanted(self, own: Own | None, targets: Sequence[int], incoming: Sequence[Incoming]) -> dict[int, Flags]:
         """Target -> which tensors of this rank's it wants."""
-        answers = {target: torch.empty(header.num_items, dtype=torch.uint8) for target in targets}
+        num_items = own.header.num_items if own is not None else 0
+        answers = {target: torch.empty(num_items, dtype=torch.uint8) for target in targets}
         self._swap(
             [(target, answer, _WANTED_TAG) for target, answer in answers.items()],
             [(entry.source, torch.from_numpy(entry.wanted), _WANTED_TAG) for entry in incoming],
         )
         return {target: answer.numpy() for target, answer in answers.items()}
 
-    def _bodies(
-        self, slot: Slot, header: SlotHeader, moves: tuple[Manifest, dict[int, Flags], Sequence[Incoming]]
-    ) -> None:
-        manifest, wanted, incoming = moves
+    def _bodies(self, own: Own | None, wanted: dict[int, Flags], incoming: Sequence[Incoming]) -> None:
         pace, group, held = self._pace, self._peers.group, self._held_chunk
         hold = pace.gate.wait if pace is not None and held is not None else None
-        parts = {target: spans(manifest, flags) for target, flags in wanted.items()}
-        sends = [posts(group.send, slot, header, p, to, held or CHUNK_BYTES, hold) for to, p in parts.items()]
+        sends, most = [], 0
+        if own is not None:
+            parts = {target: spans(own.manifest, flags) for target, flags in wanted.items()}
+            chunk = held or CHUNK_BYTES
+            sends = [posts(group.send, own.slot, own.header, p, target, chunk, hold) for target, p in parts.items()]
+            most = max((sum(end - start for start, end in p) for p in parts.values()), default=0)
         receives = []
         for entry in incoming:
             assert entry.manifest is not None, "received before"
@@ -304,7 +326,7 @@ class Exchange:
             if pace is not None:
                 pace.arrived(arrived)
         if pace is not None:
-            pace.sent(max((sum(end - start for start, end in p) for p in parts.values()), default=0), len(parts))
+            pace.sent(most, len(sends))
 
     def _swap(
         self, receives: Sequence[tuple[int, torch.Tensor, int]], sends: Sequence[tuple[int, torch.Tensor, int]]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from gemini_run.config import env_name
 from gemini_run.ids import RunId
-from gemini_run.memory.segment import BeaconState, node_directories, read_beacons
+from gemini_run.memory.beacons import BeaconState, read_beacons
+from gemini_run.memory.segment import node_directories
 from gemini_run.testing.namespaces import INTERFACE, Network, SharedMemory
 from gemini_run.testing.processes import (
     MARKER,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gemini_run.journal import append_event
-from gemini_run.memory.segment import Beacon, BeaconState
+from gemini_run.memory.beacons import Beacon, BeaconState
+from gemini_run.memory.reserve import with_reserve
 from gemini_run.terminal import say
 from gemini_run.wire import MemoryPaths, RunPaths, WorkerContext
 
@@ -24,8 +25,8 @@ class Progress:
         self._context = context
         self._rank = rank
         self._lock = threading.Lock()
-        path = MemoryPaths(Path(context.memory_dir)).beacon(local_rank)
-        self._beacon = Beacon(path, writable=True)
+        paths = MemoryPaths(Path(context.memory_dir))
+        self._beacon = with_reserve(paths, lambda: Beacon(paths.beacon(local_rank), writable=True))
         self._state = BeaconState(
             pid=os.getpid(), phase="starting", iteration=0, snapshot=0, committed=0,
             changed_at=time.time(), stall=0.0, state_bytes=0, first_step_at=0.0,

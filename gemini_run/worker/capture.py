@@ -9,7 +9,6 @@ from bytes that no longer change.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import time
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from gemini_run.errors import MemoryFull, ReplicaCorrupt
+from gemini_run.errors import MemoryFull
 from gemini_run.memory.header import SlotHeader, build_header, layout
 from gemini_run.memory.segment import occupied_bytes, scan_slots
 from gemini_run.memory.slots import Slot, free_bytes
@@ -42,9 +41,9 @@ from gemini_run.worker.layout import (
     plain,
 )
 from gemini_run.worker.neighbours import Borrowing
+from gemini_run.worker.ownslots import OBJECTS_RESERVE, OwnSlots
 
 _LOOK_AGAIN_SECONDS = 0.05
-OBJECTS_RESERVE = 64 * 1024  #: bytes; room for the object state to grow before a slot is remade
 STRUCTURE_RESERVE = 256  #: bytes of manifest for a tensor that the first step will make
 
 
@@ -112,12 +111,13 @@ class Plan:
 
 
 class Snapshotter:
-    """Owns this rank's own slots and writes snapshots into them.
+    """Writes snapshots into this rank's own slots.
 
     Not thread-safe; `snapshot` runs on the training thread. The commit thread only reads the slot it was
     handed, until it has said that the iteration is committed.
 
     Attributes:
+        slots: this rank's own.
         landing: of the newest snapshot, where part of it is still on its way: its slot is complete once that is
             finished. None: it is complete.
         late: which tensors are copied late.
@@ -146,17 +146,9 @@ class Snapshotter:
         self._round = round
         self._node_slots = (2 * replicas + durable) * local_world_size  # this node's share, at its fullest
         self._plan: Plan | None = None
-        self._slots: dict[int, Slot] = {}
-        self._addresses: dict[int, int] = {}
-        self._iterations: dict[int, int] = {}
         self._contents = Contents()
+        self.slots = OwnSlots(paths, owner, self._contents)
         self.state_bytes = 0
-
-    def adopt(self, index: int, slot: Slot, iteration: int) -> None:
-        """The slot that this rank restored from: kept until a newer iteration is committed."""
-        self._slots[index] = slot
-        self._addresses[index] = address_of(slot.view)
-        self._iterations[index] = iteration
 
     def spare(self, iteration: int) -> None:
         """This rank restored from slots of `iteration` of another world. Those that lie under this rank's own names,
@@ -164,10 +156,13 @@ class Snapshotter:
         for info in scan_slots(self._paths):
             header = info.header
             if header and info.usable and header.owner == self._owner and header.world_size != self._world_size:
-                self._iterations[int(info.path.suffix[1:])] = iteration
+                self.slots.spare(int(info.path.suffix[1:]), iteration)
 
-    def preflight(self) -> None:
+    def preflight(self, *, strict: bool = True) -> None:
         """Make room for two slots now, before the first step, with what the optimizers will add.
+
+        Args:
+            strict: False for a job that goes on: it can do so without new checkpoints, and `snapshot` says if it must.
 
         Raises:
             MemoryFull: the node's memory cannot hold the slots of its ranks and of the peers' replicas.
@@ -178,31 +173,13 @@ class Snapshotter:
         expected = max(plan.manifest.payload_length, expected + aligned(len(plan.manifest.items) * 64))
         manifest_length = 2 * len(plan.manifest_text) + STRUCTURE_RESERVE * len(plan.manifest.items)
         capacity = self._capacity(manifest_length, 4 * len(plan.manifest.items), expected)
-        needed = self._node_slots * capacity
-        for last in (False, False, True):
-            # Other ranks make their slots at this moment: a file may be missed between two looks.
-            there = free_bytes(self._paths.slots) + occupied_bytes(self._paths) - self._bytes_of_other_worlds()
-            if needed <= there:
-                break
-            if not last:
-                time.sleep(_LOOK_AGAIN_SECONDS)
-                continue
-            raise MemoryFull(
-                f"host memory is too small for the checkpoints of this node: {needed / 2**20:.0f} MiB needed "
-                f"({self._node_slots} slots of {capacity / 2**20:.1f} MiB), {there / 2**20:.0f} MiB free in "
-                f"{self._paths.slots}: enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes "
-                "emptyDir with medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
-                needed_bytes=needed,
-                free_bytes=there,
-            )
-        restored = bool(self._slots)
-        for index in (0, 1):
-            if index in self._slots or index in self._iterations:
-                continue
-            slot = self._open(index, capacity)
-            # Beside the restored slot lies the iteration before, which stays until that one has replicas.
-            if not restored and not capacity <= slot.capacity <= 2 * capacity:
-                self._remake(index, capacity)
+        try:
+            if strict:
+                self._check_room(capacity)
+            self.slots.make(capacity)
+        except MemoryFull:
+            if strict:
+                raise
 
     def snapshot(self, iteration: int, *, keep: int, hold: bool, borrowing: Borrowing | None = None) -> Slot:
         """Copy the state, commit the slot (but see `landing`) and return it, locked against other writers.
@@ -214,7 +191,7 @@ class Snapshotter:
             borrowing: what other ranks of the node copy.
 
         Raises:
-            MemoryFull: the state grew and there is no room; the kept slot is intact.
+            MemoryFull: the state grew, or a third slot is needed, and there is no room; the kept slot is intact.
             UnsupportedState: the state changed into something that cannot be captured.
         """
         plan, dynamic = self._current_plan()
@@ -225,11 +202,10 @@ class Snapshotter:
             payload_length=manifest.payload_length, objects=objects, round=self._round,
             iteration=iteration, owner=self._owner, world_size=self._world_size, hold=hold,
         )  # fmt: skip
-        index, slot = self._writable(keep, header.end)
-        self._iterations.pop(index, None)
+        index, slot = self.slots.writable(keep, header.end)
         there = self._contents.take(index, manifest)
         slot.begin()
-        base = self._addresses[index] + header.payload_offset
+        base = self.slots.address(index) + header.payload_offset
         # What the durable tier waits for is never dropped.
         late = [] if hold else self.late.chosen(plan.eligible, manifest.items)
         landing: Landing | None = None
@@ -259,7 +235,7 @@ class Snapshotter:
             slot.commit(header)
         else:
             self.late.began(landing)
-        self._iterations[index] = iteration
+        self.slots.wrote(index, iteration, hold=hold)
         self.state_bytes = manifest.payload_length
         return slot
 
@@ -286,13 +262,6 @@ class Snapshotter:
             raise RuntimeError("no snapshot was taken yet")
         return self._plan.manifest
 
-    def holding(self) -> bool:
-        """Whether a slot of this rank is still held for the durable tier, also one that an earlier round wrote."""
-        return any(
-            info.usable and info.header and info.header.owner == self._owner and info.header.hold
-            for info in scan_slots(self._paths)
-        )
-
     def _current_plan(self) -> tuple[Plan, dict[str, Json]]:
         if self._plan is not None:
             try:
@@ -305,53 +274,30 @@ class Snapshotter:
         )
         if self._devices is None and any(map(on_cuda, plan.sources)):
             self._devices = DeviceCopier()
-            for slot in self._slots.values():
-                self._devices.pin(slot)
+            self.slots.pin(self._devices)
         try:
             return plan, plan.refresh(self._components)
         except StructureChanged as error:
             raise RuntimeError(f"the state changes while it is looked at: {error}") from error
 
-    def _writable(self, keep: int, needed: int) -> tuple[int, Slot]:
-        """A slot that holds neither iteration `keep` nor one the durable tier wants, with room, locked."""
-        index = 0
-        while True:
-            slot = self._slots.get(index)
-            if slot is None:
-                slot = self._open(index, needed + OBJECTS_RESERVE)
-            free = self._iterations.get(index) != keep and not slot.header_hold()
-            if free and slot.try_lock():
-                if slot.capacity >= needed:
-                    return index, slot
-                slot = self._remake(index, needed + OBJECTS_RESERVE)
-                slot.try_lock()
-                return index, slot
-            index += 1
-
-    def _open(self, index: int, capacity: int) -> Slot:
-        """Take over the file that is there, of whatever size, its pages already made; else make one."""
-        try:
-            return self._take(index, Slot(self._paths.slot(self._owner, index), writable=True))
-        except (FileNotFoundError, ReplicaCorrupt):  # none, or a file too short to be one
-            return self._remake(index, capacity)
-
-    def _remake(self, index: int, capacity: int) -> Slot:
-        if (old := self._slots.pop(index, None)) is not None:
-            if self._devices is not None:
-                self._devices.unpin(old)
-            with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
-                old.close()
-        path = self._paths.slot(self._owner, index)
-        path.unlink(missing_ok=True)  # first, so that old and new never need room at the same time
-        return self._take(index, Slot.create(path, capacity))
-
-    def _take(self, index: int, slot: Slot) -> Slot:
-        self._contents.forget(index)
-        self._slots[index] = slot
-        self._addresses[index] = address_of(slot.view)
-        if self._devices is not None:
-            self._devices.pin(slot)
-        return slot
+    def _check_room(self, capacity: int) -> None:
+        """Raises: MemoryFull if this node cannot hold all of its slots at their fullest, of so many bytes each."""
+        needed = self._node_slots * capacity
+        for last in (False, False, True):
+            # Other ranks make their slots at this moment: a file may be missed between two looks.
+            there = free_bytes(self._paths.slots) + occupied_bytes(self._paths) - self._bytes_of_other_worlds()
+            if needed <= there:
+                return
+            if not last:
+                time.sleep(_LOOK_AGAIN_SECONDS)
+        raise MemoryFull(
+            f"host memory is too small for the checkpoints of this node: {needed / 2**20:.0f} MiB needed "
+            f"({self._node_slots} slots of {capacity / 2**20:.1f} MiB), {there / 2**20:.0f} MiB free in "
+            f"{self._paths.slots}: enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes "
+            "emptyDir with medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
+            needed_bytes=needed,
+            free_bytes=there,
+        )
 
     def _bytes_of_other_worlds(self) -> int:
         """Of slots that are kept until this world has committed an iteration."""

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from gemini_run.errors import DurableError, GeminiError, PeerLost, ReplicaCorrupt
+from gemini_run.errors import DurableError, GeminiError, MemoryFull, PeerLost, ReplicaCorrupt
 from gemini_run.memory.segment import remove_surplus
-from gemini_run.peers.transport import Exchange
+from gemini_run.peers.transport import Exchange, Own
 from gemini_run.terminal import say
 from gemini_run.wire import EXIT_FATAL, EXIT_REPLAN, MemoryPaths, WorkerContext
 from gemini_run.worker.arguments import components_of
@@ -89,6 +89,7 @@ class Checkpointer:
         )
         self._notice: threading.Timer | None = None
         self._said_late = False
+        self._full_since: int | None = None
         self._has_committed = False
         self._committer: Committer | None = None
         self._traffic = ReplicaTraffic(self._context, self._rank, self._progress)
@@ -192,13 +193,14 @@ class Checkpointer:
             self._progress.update(phase="restoring")
             found = restore(self._components, self._paths, owner=self._rank, iteration=context.restore_iteration)
             self._iteration = found.iteration
-            self._snapshotter.adopt(found.index, found.slot, found.iteration)
+            self._snapshotter.slots.adopt(found.index, found.slot, found.iteration)
             self._progress.event(
                 "restored", iteration=found.iteration, source=context.restore_source,
                 bytes=found.num_bytes, ms=round(1e3 * found.seconds, 3),
             )  # fmt: skip
         self._start = self._iteration
-        self._snapshotter.preflight()
+        # A job that has something to lose goes on without further checkpoints rather than end.
+        self._snapshotter.preflight(strict=self._start == 0)
         # Threads start here and not before: restoring may be the script's first use of torch.
         self._committer = Committer(
             rank=self._rank, world_size=self._world_size,
@@ -206,7 +208,7 @@ class Checkpointer:
             connect=self._connect, join_peers=self._join_peers,
             on_commit=self._committed, on_problem=self._stopped, neighbours=self._neighbours(),
             node=context.node_rank, local_world_size=self._local_world_size, on_parted=self._parted,
-            on_torn=self._torn,
+            on_torn=self._torn, on_full=self._no_room,
             intervals=self._traffic.intervals,
         )  # fmt: skip
         if found is not None:
@@ -229,6 +231,7 @@ class Checkpointer:
 
     def _committed(self, iteration: int) -> None:
         """On the commit thread: `iteration` is complete on every rank."""
+        self._room_again(iteration)
         if not self._has_committed:
             self._has_committed = True
             record_imports()
@@ -261,9 +264,15 @@ class Checkpointer:
         if committer.problem is not None or self._iteration < record.next_iteration:
             return
         self._progress.update(phase="snapshot")
-        slot = self._snapshotter.snapshot(
-            self._iteration, keep=record.iteration, hold=record.next_durable, borrowing=committer.borrowing
-        )
+        try:
+            slot = self._snapshotter.snapshot(
+                self._iteration, keep=record.iteration, hold=record.next_durable, borrowing=committer.borrowing
+            )
+        except MemoryFull as error:  # training goes on, and so does every other rank
+            self._no_room(self._iteration, error)
+            committer.submit(Job(self._iteration, None, self._snapshotter.manifest))
+            self._progress.update(phase="training")
+            return
         committer.submit(Job(self._iteration, slot, self._snapshotter.manifest, landing=self._snapshotter.landing))
         self._progress.update(
             phase="training", snapshot=self._iteration, stall=time.perf_counter() - started,
@@ -272,7 +281,7 @@ class Checkpointer:
 
     def _durable_busy(self) -> bool:
         """Asked on the commit thread of rank 0 when a checkpoint is due in the durable tier."""
-        busy = self._snapshotter.holding()
+        busy = self._snapshotter.slots.holding()
         if busy and not self._said_late:
             self._said_late = True
             say(
@@ -291,12 +300,12 @@ class Checkpointer:
             timeout=timedelta(minutes=5),
         )  # fmt: skip
 
-    def _join_peers(self, store: dist.Store, job: Job | None) -> Exchange | None:
+    def _join_peers(self, store: dist.Store, own: Own | None) -> Exchange | None:
         """On the commit thread, with the round's first snapshot."""
         context = self._context
         if context is None:
             return None
-        held = None if job is None else holdings(job.slot, job.manifest, self._private())
+        held = None if own is None else holdings(own.slot, own.manifest, self._private())
         peers = self._joining.join(store, held)
         if peers is None:
             return None
@@ -333,6 +342,29 @@ class Checkpointer:
             f"rank {self._rank}: {_some(names)} changed after step() and before the optimizer's step: the snapshot "
             f"of iteration {iteration} is dropped, and they are copied within step() from here on"
         )
+
+    def _no_room(self, iteration: int, error: MemoryFull) -> None:
+        """The snapshot of `iteration`, or a replica of it, does not fit into this node's memory: said once until there
+        is room again."""
+        if self._full_since is not None:
+            return
+        self._full_since = iteration
+        newest = self._committer.record.iteration if self._committer is not None else self._start
+        self._progress.event(
+            "memory_full", iteration=iteration, newest=newest, needed_bytes=error.needed_bytes,
+            free_bytes=error.free_bytes,
+        )  # fmt: skip
+        say(
+            f"warning: rank {self._rank}: no room for the snapshot of iteration {iteration}; training goes on, the "
+            f"newest checkpoint stays iteration {newest}, and every further one is tried again: {error}"
+        )
+
+    def _room_again(self, iteration: int) -> None:
+        if self._full_since is None:
+            return
+        self._full_since = None
+        self._progress.event("memory_free", iteration=iteration)
+        say(f"rank {self._rank}: there is room again; iteration {iteration} is checkpointed")
 
     def _stopped(self, reason: str) -> None:
         self._progress.event("snapshots_stopped", iteration=self._iteration, reason=reason)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from gemini_run.errors import GeminiError
+from gemini_run.errors import GeminiError, MemoryFull
 from gemini_run.memory.slots import Slot
-from gemini_run.peers.transport import Exchange
+from gemini_run.peers.transport import Exchange, Own
 from gemini_run.plan.manifest import Manifest
 from gemini_run.wire import (
     KEY_LEFT,
@@ -45,13 +45,14 @@ class Job:
     """A snapshot handed over by the training thread.
 
     Attributes:
+        slot: None: there was no room for one.
         restored: it is the one that this round went on from. Committing it first closes the gap that the failure
             left: it may lack replicas, and the one before must not be overwritten until it has them.
         landing: what is still on its way into the slot, None = nothing.
     """
 
     iteration: int
-    slot: Slot
+    slot: Slot | None
     manifest: Manifest
     restored: bool = False
     landing: Landing | None = None
@@ -82,6 +83,10 @@ class Schedule:
         """Iterations between snapshots from the next record on; never less than the context's."""
         self._interval = interval
 
+    def again(self) -> None:
+        """What was held for the durable tier came to nothing."""
+        self._due = True
+
     def after(self, iteration: int, now: float) -> CommitRecord:
         """The record to publish with `iteration`."""
         interval = max(self._interval, self._following)  # the record before promised so much
@@ -111,10 +116,11 @@ class Committer:
 
     def __init__(
         self, *, rank: int, world_size: int, schedule: Schedule, connect: Callable[[], dist.Store],
-        join_peers: Callable[[dist.Store, Job | None], Exchange | None], on_commit: Callable[[int], None],
+        join_peers: Callable[[dist.Store, Own | None], Exchange | None], on_commit: Callable[[int], None],
         on_problem: Callable[[str], None], neighbours: Neighbours | None = None, node: int = 0,
         local_world_size: int = 1, on_parted: Callable[[int, tuple[str, ...], bool], None] = lambda *_: None,
         on_torn: Callable[[int, tuple[str, ...]], None] = lambda *_: None,
+        on_full: Callable[[int, MemoryFull], None] = lambda *_: None,
         intervals: Intervals | None = None,
     ) -> None:  # fmt: skip
         """
@@ -125,6 +131,7 @@ class Committer:
                 alike what they did, the tensors' names, and whether the iteration is void here.
             on_torn: called, on the commit thread, with an iteration whose snapshot is dropped because these tensors of
                 it changed while they were copied.
+            on_full: called, on the commit thread, with an iteration for a replica of which there is no room here.
             connect: opens this thread's own connection to the round's store.
             join_peers: forms the checkpoint process group, at the first snapshot, which is given sealed, or None if it
                 is torn (blocks for the other members).
@@ -143,6 +150,7 @@ class Committer:
         self._local_world_size = local_world_size
         self._on_parted = on_parted
         self._on_torn = on_torn
+        self._on_full = on_full
         self._intervals = intervals
         self._changed = threading.Condition()
         self._job: Job | None = None
@@ -214,49 +222,63 @@ class Committer:
             return self._job
 
     def _commit(self, job: Job, store: dist.Store | None) -> None:
-        torn = tuple(name for _, name in job.landing.finish()) if job.landing is not None else ()
-        void, lacking = False, bool(torn)
-        if job.landing is not None and torn:
-            self._on_torn(job.iteration, torn)
-            header = job.landing.header
-        else:
-            header = job.slot.header()
-            if not header.sealed:
-                job.slot.seal(job.manifest, header)
-                header = job.slot.header()
+        own = self._arrived(job)
         if store is not None and not self._joined:
-            self._exchange, self._joined = self._join_peers(store, None if torn else job), True
-        exchange = self._exchange
+            self._exchange, self._joined = self._join_peers(store, own), True
         borrowing = None
         if store is not None and self._neighbours is not None:
-            lacking = self._meet_neighbours(job.iteration, store, torn=lacking)
-            if not lacking:
-                verdict = self._neighbours.compare(job.slot, header, job.manifest)
-                lacking, borrowing = verdict.void, verdict.borrowing
+            if self._meet_neighbours(job.iteration, store, torn=own is None):
+                own = None
+            elif own is not None:
+                verdict = self._neighbours.compare(own.slot, own.header, own.manifest)
+                borrowing = verdict.borrowing
                 if verdict.parted:
-                    self._on_parted(job.iteration, verdict.parted, lacking)
-        if lacking:
-            header = dataclasses.replace(header, sequence=0)  # for the peers: there is nothing to have
-        if exchange is not None and job.restored:
-            exchange.renew(job.slot, header, job.manifest)
-        elif exchange is not None:
-            void = exchange.run(job.slot, header, job.manifest, keep=self.record.iteration).void
-        job.slot.unlock()
-        if store is None:
-            record = self._schedule.after(job.iteration, time.time())
-            if lacking:
-                record = dataclasses.replace(record, iteration=self.record.iteration)
-        else:
-            record = self._agree(job.iteration, store, void=void or lacking)
-        if lacking:  # only now: until all have agreed the neighbours read its checksums
+                    self._on_parted(job.iteration, verdict.parted, verdict.void)
+                if verdict.void:
+                    own = None
+        void = own is None
+        if (exchange := self._exchange) is not None:
+            restored = own if job.restored else None
+            keep = self.record.iteration
+            done = exchange.renew(restored) if restored else exchange.run(own, job.iteration, keep=keep)
+            void |= done.void
+            if done.full is not None:
+                self._on_full(job.iteration, done.full)
+        if job.slot is not None:
+            job.slot.unlock()
+        record = self._agree(job.iteration, store, void=void)
+        if own is None and job.slot is not None:  # only now: until all have agreed the neighbours read its checksums
             job.slot.refuse()
+        if record.void and not job.restored:
+            self._unhold(job)
         with self._changed:
             self.record = record
             self.borrowing = borrowing
             self._job = None
             self._changed.notify_all()
-        if record.iteration == job.iteration:
+        if not record.void:
             self._on_commit(job.iteration)
+
+    def _unhold(self, job: Job) -> None:
+        """The durable tier cannot have this one: the next will do."""
+        if self.record.next_durable:
+            self._schedule.again()
+            if job.slot is not None:
+                job.slot.set_hold(False)
+
+    def _arrived(self, job: Job) -> Own | None:
+        """The slot of `job`, sealed, once all of it is there; None where it will never be whole."""
+        if job.slot is None:
+            return None
+        torn = tuple(name for _, name in job.landing.finish()) if job.landing is not None else ()
+        if torn:
+            self._on_torn(job.iteration, torn)
+            return None
+        header = job.slot.header()
+        if not header.sealed:
+            job.slot.seal(job.manifest, header)
+            header = job.slot.header()
+        return Own(job.slot, header, job.manifest)
 
     def _meet_neighbours(self, iteration: int, store: dist.Store, *, torn: bool) -> bool:
         """Wait until every rank of this node has its slot of `iteration`; says whether any is `torn`, alike to all."""
@@ -269,7 +291,10 @@ class Committer:
             self._wait_for(done, iteration, store)
         return int(store.get(done)) > 0
 
-    def _agree(self, iteration: int, store: dist.Store, *, void: bool) -> CommitRecord:
+    def _agree(self, iteration: int, store: dist.Store | None, *, void: bool) -> CommitRecord:
+        if store is None:
+            record = self._schedule.after(iteration, time.time())
+            return self._void(record) if void else record
         if self._intervals is not None:
             self._intervals.ask(self.record.following, store)
             if self._rank == 0:
@@ -282,13 +307,17 @@ class Committer:
         if store.add(key_commit_count(iteration), 1) == self._world_size:
             record = CommitRecord.from_json(store.get(key_commit_record(iteration)))
             if store.add(key_commit_void(iteration), 0) > 0:
-                record = dataclasses.replace(record, iteration=self.record.iteration)
+                record = self._void(record)
             store.set(key_commit(iteration), record.to_json())
         else:
             self._wait_for(key_commit(iteration), iteration, store)
             record = CommitRecord.from_json(store.get(key_commit(iteration)))
         self._forget(iteration, store)
         return record
+
+    def _void(self, record: CommitRecord) -> CommitRecord:
+        """`record`, with the one before as the newest committed iteration."""
+        return dataclasses.replace(record, iteration=self.record.iteration, void=True)
 
     def _forget(self, iteration: int, store: dist.Store) -> None:
         """Remove the keys of the iteration that was agreed on before this one: all have read them, having counted

@@ -21,7 +21,8 @@ from gemini_run.config import Settings
 from gemini_run.durable import checkpoint
 from gemini_run.durable.filesystem import FilesystemTier
 from gemini_run.errors import DurableError, PeerLost
-from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
+from gemini_run.memory.beacons import Beacon, BeaconState
+from gemini_run.memory.segment import NodeMemory
 from gemini_run.memory.slots import Slot
 
 
@@ -309,7 +310,7 @@ def test_finish_of_one_node_alone_is_served_by_the_root(cluster):
 
 
 def test_finish_is_bounded_and_says_so(cluster, capfd):
-    """Case A25: the wait for the last upload has a bound; within it, test_stopped.py."""
+    """Case A25: the wait for the last upload has a bound; within it, durable/test_slow.py."""
     root, other = cluster
     for node in cluster:
         node.settings = dataclasses.replace(node.settings, durable_timeout=0.2)

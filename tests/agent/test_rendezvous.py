@@ -37,7 +37,8 @@ from gemini_run.agent.server import AgentServer, call
 from gemini_run.config import Settings
 from gemini_run.errors import CallerLate, ConfigError, Unrecoverable
 from gemini_run.journal import read_events
-from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
+from gemini_run.memory.beacons import Beacon, BeaconState
+from gemini_run.memory.segment import NodeMemory
 from gemini_run.memory.slots import Slot
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import RunPaths

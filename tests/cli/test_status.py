@@ -21,7 +21,8 @@ from gemini_run.agent.state import AgentState
 from gemini_run.cli.main import main
 from gemini_run.config import Settings
 from gemini_run.journal import append_event, write_json_atomic
-from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
+from gemini_run.memory.beacons import Beacon, BeaconState
+from gemini_run.memory.segment import NodeMemory
 from gemini_run.plan.recovery import RecoveryPlan
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import RunPaths

@@ -160,10 +160,10 @@ def die_in(place: str, iteration: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return copy(sources, base, lenders)
 
-    def cut(self: Any, slot: Any, header: Any, placed: Any) -> None:
-        if place == "exchange" and header.iteration == iteration:
+    def cut(self: Any, own: Any, wanted: Any, incoming: Any) -> None:
+        if place == "exchange" and own.header.iteration == iteration:
             os.kill(os.getpid(), signal.SIGKILL)
-        bodies(self, slot, header, placed)
+        bodies(self, own, wanted, incoming)
 
     Snapshotter.snapshot, Exchange._bodies = counted, cut  # type: ignore[method-assign]
     capture._copy_and_check = half
@@ -174,10 +174,10 @@ def hang_in(iteration: int) -> None:
 
     bodies = Exchange._bodies
 
-    def stuck(self: Any, slot: Any, header: Any, moves: Any) -> None:
-        if header.iteration == iteration:
+    def stuck(self: Any, own: Any, wanted: Any, incoming: Any) -> None:
+        if own.header.iteration == iteration:
             time.sleep(3600)
-        bodies(self, slot, header, moves)
+        bodies(self, own, wanted, incoming)
 
     Exchange._bodies = stuck  # type: ignore[method-assign]
 

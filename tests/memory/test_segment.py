@@ -12,16 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gemini_run.memory.segment import (
-    Beacon,
-    BeaconState,
-    NodeMemory,
-    agent_alive,
-    node_directories,
-    occupied_bytes,
-    read_beacons,
-    scan_slots,
-)
+from gemini_run.memory.beacons import Beacon, BeaconState, read_beacons
+from gemini_run.memory.segment import NodeMemory, agent_alive, node_directories, occupied_bytes, scan_slots
 from gemini_run.memory.slots import Slot
 from gemini_run.testing.slotfiles import write_slot
 from gemini_run.wire import MemoryPaths, memory_root, run_memory

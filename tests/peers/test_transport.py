@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +14,14 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from gemini_run.errors import GeminiError
+from gemini_run.errors import GeminiError, MemoryFull
 from gemini_run.memory.segment import scan_slots
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
 from gemini_run.peers import transport
 from gemini_run.peers.group import Peers, form
-from gemini_run.peers.transport import Exchange, spans
+from gemini_run.peers.replicas import ReplicaSlots
+from gemini_run.peers.transport import Exchange, Own, Traffic, spans
 from gemini_run.plan.manifest import Manifest
 from gemini_run.plan.placement import placement
 from gemini_run.testing.slotfiles import manifest_of, write_slot
@@ -40,6 +40,7 @@ class Pair:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pool = ThreadPoolExecutor(2)
         self.manifests: dict[Any, Manifest] = {}
+        self.newest = [Traffic(0, True)] * 2  #: of the last `exchange`, by rank
         self.exchanges = list(self._pool.map(self._join, range(2)))
 
     def _join(self, rank: int) -> Exchange:
@@ -63,7 +64,9 @@ class Pair:
             write_slot(path, iteration=iteration, tensors=tensors, owner=rank, world_size=2, manifest=manifest)
             slot = Slot(path, writable=True)
             try:
-                return self.exchanges[rank].run(slot, slot.header(), manifest, keep=iteration - 1).bytes
+                own = Own(slot, slot.header(), manifest)
+                self.newest[rank] = self.exchanges[rank].run(own, iteration, keep=iteration - 1)
+                return self.newest[rank].bytes
             finally:
                 slot.close()
 
@@ -151,8 +154,8 @@ def test_a_void_slot_is_not_sent_and_nothing_is_borrowed_from_it(pair: Pair) -> 
         write_slot(path, iteration=2, tensors=states[rank], owner=rank, world_size=2)
         slot = Slot(path, writable=True)
         header = slot.header()
-        told = dataclasses.replace(header, sequence=0) if rank == 0 else header
-        traffic.append((rank, pair.exchanges[rank].run(slot, told, slot.manifest(header), keep=1)))
+        own = Own(slot, header, slot.manifest(header)) if rank == 1 else None
+        traffic.append((rank, pair.exchanges[rank].run(own, 2, keep=1)))
         slot.close()
         return 0
 
@@ -161,6 +164,29 @@ def test_a_void_slot_is_not_sent_and_nothing_is_borrowed_from_it(pair: Pair) -> 
     assert [sorted(held(pair.paths[1 - owner], owner)) for owner in (0, 1)] == [[1], [1, 2]]
     pair.exchange(3, states)
     pair.check(3, states)
+
+
+def test_a_node_without_room_gets_no_replica_and_the_next_one_once_there_is(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case A29: nobody waits for anybody, and both ends still agree on which manifest was sent."""
+    states = ({"w": noise(1, 50_000)}, {"w": noise(1, 50_000)})
+    pair.exchange(1, states)
+    writable = ReplicaSlots.writable
+
+    def full(self: ReplicaSlots, keep: int, capacity: int, world_size: int) -> tuple[int, Slot]:
+        if self.owner == 0 and keep == 1:
+            raise MemoryFull("full", needed_bytes=capacity, free_bytes=5)
+        return writable(self, keep, capacity, world_size)
+
+    monkeypatch.setattr(ReplicaSlots, "writable", full)
+    larger = ({"w": noise(2, 60_000)}, {"w": noise(3, 60_000)})
+    pair.exchange(2, larger)
+    assert [(t.void, t.full is not None) for t in pair.newest] == [(False, False), (True, True)]
+    assert [sorted(held(pair.paths[1 - owner], owner)) for owner in (0, 1)] == [[1], [1, 2]]
+    pair.exchange(3, larger)
+    pair.check(3, larger)
+    assert [t.void for t in pair.newest] == [False, False]
 
 
 def test_the_manifest_goes_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +249,7 @@ def renew(pair: Pair, iteration: int) -> list[int]:
         slot = Slot(path, writable=True)
         try:
             header = slot.header()
-            return pair.exchanges[rank].renew(slot, header, slot.manifest(header)).bytes
+            return pair.exchanges[rank].renew(Own(slot, header, slot.manifest(header))).bytes
         finally:
             slot.close()
 

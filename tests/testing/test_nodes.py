@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gemini_run.agent.process import is_running
-from gemini_run.memory.segment import Beacon, BeaconState, NodeMemory
+from gemini_run.memory.beacons import Beacon, BeaconState
+from gemini_run.memory.segment import NodeMemory
 from gemini_run.testing.namespaces import SharedMemory
 from gemini_run.testing.nodes import (
     LocalCluster,

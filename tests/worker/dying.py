@@ -56,16 +56,20 @@ def kill_self() -> None:
 
 
 def a_while_after(log: Path, more: int, seconds: float) -> Callable[[], bool]:
-    """For `kill_when`: true `seconds` after `more` bytes have been added to `log`."""
-    size = log.stat().st_size if log.exists() else 0
+    """For `kill_when`: true `seconds` after `more` lines have been added to `log`."""
+    before = _lines(log)
     moment: list[float] = []
 
     def now() -> bool:
-        if not moment and log.exists() and log.stat().st_size >= size + more:
+        if not moment and _lines(log) >= before + more:
             moment.append(time.monotonic() + seconds)
         return bool(moment) and time.monotonic() > moment[0]
 
     return now
+
+
+def _lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def newest_iteration(memory: MemoryPaths) -> int | None:

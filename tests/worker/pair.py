@@ -15,19 +15,39 @@ from torch import nn
 import gemini_run
 
 MODE = sys.argv[1]
-TOTAL = 6
+TOTAL = 8 if MODE == "full" else 6
 
 if MODE == "kill" and os.environ["RANK"] == "1":
     from gemini_run.peers.transport import Exchange
 
     bodies = Exchange._bodies
 
-    def dying(self, slot, header, placed):  # type: ignore[no-untyped-def]
-        if header.iteration == 4:
+    def dying(self, own, wanted, incoming):  # type: ignore[no-untyped-def]
+        if own.header.iteration == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        bodies(self, slot, header, placed)
+        bodies(self, own, wanted, incoming)
 
     Exchange._bodies = dying  # type: ignore[method-assign]
+
+if MODE == "full" and os.environ["RANK"] == "1":
+    from gemini_run.errors import MemoryFull
+    from gemini_run.peers.replicas import ReplicaSlots
+    from gemini_run.worker.ownslots import OwnSlots
+
+    def short(writable, times):  # type: ignore[no-untyped-def]
+        """There is no room for what comes after iteration 2, so many times."""
+        left = [times]
+
+        def tried(self, keep, *args):  # type: ignore[no-untyped-def]
+            if keep == 2 and left[0]:
+                left[0] -= 1
+                raise MemoryFull("full", needed_bytes=9, free_bytes=1)
+            return writable(self, keep, *args)
+
+        return tried
+
+    OwnSlots.writable = short(OwnSlots.writable, 2)  # type: ignore[method-assign]
+    ReplicaSlots.writable = short(ReplicaSlots.writable, 3)  # type: ignore[method-assign]
 
 torch.manual_seed(int(os.environ["RANK"]))
 model = nn.Linear(300, 300)

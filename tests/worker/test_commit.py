@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gemini_run.memory.segment import read_beacons, scan_slots
+from gemini_run.journal import read_events
+from gemini_run.memory.beacons import read_beacons
+from gemini_run.memory.segment import scan_slots
 from gemini_run.memory.settle import settle_file
 from gemini_run.memory.slots import Slot
-from gemini_run.wire import ENV_WORKER, CommitRecord, MemoryPaths, WorkerContext
+from gemini_run.wire import ENV_WORKER, CommitRecord, MemoryPaths, RunPaths, WorkerContext
 from gemini_run.worker.commit import Schedule
 
 PAIR = Path(__file__).with_name("pair.py")
@@ -100,6 +102,26 @@ def test_a_rank_that_ends_early_does_not_hang_the_other(tmp_path: Path) -> None:
     assert early.returncode == 0 and late.returncode == 0, late.stderr
     assert "before iteration 4" in late.stderr
     assert "iteration 6" in late.stdout
+
+
+def test_no_room_on_one_rank_voids_iterations_on_all_and_no_more(tmp_path: Path) -> None:
+    """Case A29. Rank 1 has no room for its own 3 and 4, nor for replicas of 3, 4 and 5; 3 should have been stored."""
+    other, short = run_pair(tmp_path, "full", durable_iterations=3)
+    for result in (other, short):
+        assert result.returncode == 0, result.stderr
+        assert "iteration 8 problem None" in result.stdout
+    assert short.stderr.count("no room for the snapshot of iteration 3; training goes on") == 1
+    assert "the newest checkpoint stays iteration 2" in short.stderr
+    assert "there is room again; iteration 6 is checkpointed" in short.stderr
+    assert "no room" not in other.stderr
+    events = [event for event in read_events(RunPaths(tmp_path).events) if event["event"].startswith("memory_")]
+    assert [(e["rank"], e["event"], e["iteration"]) for e in events] == [(1, "memory_full", 3), (1, "memory_free", 6)]
+    for node in (0, 1):
+        assert {owner: max(held) for owner, held in complete(tmp_path, node).items()} == {0: 8, 1: 8}
+        assert read_beacons(MemoryPaths(tmp_path / f"n{node}"))[0].committed == 8
+    held = [i.header.iteration for node in (0, 1) for i in scan_slots(MemoryPaths(tmp_path / f"n{node}"))
+            if i.header and i.header.hold]  # fmt: skip
+    assert held == [7, 7], "the first that was whole; nothing void stays held"
 
 
 @pytest.mark.parametrize(("interval", "every", "held"), [(1, 3, [3, 6, 9]), (2, 3, [4, 6, 10]), (5, 5, [5, 10])])

@@ -7,8 +7,10 @@ with DDP test_buckets.py), A39 (the schedules, lr_set_by_hand), A41 (lbfgs, gan,
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,13 @@ import pytest
 import torch
 import xxhash
 from contents import CASES, Built, everything
-from dying import in_a_fork, kill_self, until_the_end
+from dying import a_while_after, in_a_fork, kill_self, newest_iteration, until_the_end
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_run
 from gemini_run.errors import UnsupportedState
 from gemini_run.wire import MemoryPaths
-from gemini_run.worker import capture
+from gemini_run.worker import capture, late
 
 TOTAL = 7
 KILLS = [(2, "in the snapshot"), (3, "in the step"), (5, "between")]  #: (iterations finished, where)
@@ -54,6 +56,24 @@ def die_in_the_step(objects: dict[str, Any]) -> None:
         if isinstance(target, torch.optim.Optimizer):
             target.register_step_post_hook(lambda *_: kill_self())
             return
+
+
+def copy_slowly() -> None:
+    """Every copy, at the boundary and beside training, takes a while."""
+    copy, move = capture._copy_and_check, late._move
+
+    def slow(sources: Any, base: int, lenders: Any) -> list[int]:
+        checksums = []
+        for source, lender in zip(sources, lenders, strict=True):
+            checksums += copy([source], base, [lender])
+            time.sleep(0.0005)
+        return checksums
+
+    def slow_move(*args: Any) -> None:
+        time.sleep(0.0005)
+        move(*args)
+
+    capture._copy_and_check, late._move = slow, slow_move
 
 
 def train(build: Callable[[int], Built], number: int, out: Path, kill: tuple[int, str] | None) -> None:
@@ -107,6 +127,34 @@ def test_killed_anywhere(
     want, got = tmp_path / "want", tmp_path / "got"
     build = CASES[name]
     until_the_end(as_worker, memory, lambda number: train(build, number, got, [*KILLS, None][number]), len(KILLS))
+    monkeypatch.delenv("GEMINI_WORKER")
+    assert in_a_fork(lambda: train(build, 0, want, None)) == 0
+    assert states(got) == states(want)
+    assert sorted(states(want)) == list(range(1, TOTAL + 1))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_at_random(
+    name: str, as_worker: Any, memory: MemoryPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any moment of a slow copy or a step; every other round copies late."""
+    want, got = tmp_path / "want", tmp_path / "got"
+    build = CASES[name]
+    draw = random.Random(name)
+
+    def run(number: int) -> None:
+        copy_slowly()
+        train(build, number, got, None)
+
+    for number in range(4):
+        found = newest_iteration(memory)
+        as_worker(
+            round=number, late_copy="always" if number % 2 else "never", restore_iteration=found,
+            restore_source="none" if found is None else "local",
+        )  # fmt: skip
+        kill = a_while_after(got, 2, draw.uniform(0, 0.06)) if number < 3 else None
+        if in_a_fork(functools.partial(run, number), kill) == 0:
+            break  # sooner at its end than it was killed
     monkeypatch.delenv("GEMINI_WORKER")
     assert in_a_fork(lambda: train(build, 0, want, None)) == 0
     assert states(got) == states(want)

@@ -109,7 +109,7 @@ def test_optimizers_wait_and_a_kill_at_any_moment_leaves_one_iteration(
             round=number, late_copy="always", restore_iteration=found,
             restore_source="none" if found is None else "local",
         )  # fmt: skip
-        assert in_a_fork(lambda: train(log, 10_000), a_while_after(log, 12, draw.uniform(0, 0.05))) == signal.SIGKILL
+        assert in_a_fork(lambda: train(log, 10_000), a_while_after(log, 6, draw.uniform(0, 0.05))) == signal.SIGKILL
         newest = newest_iteration(memory)
         reached = int(log.read_text().split()[-1]) + 1
         assert newest is not None and newest > (found or 0) and reached - 2 <= newest <= reached + 1

@@ -71,7 +71,7 @@ def test_every_state_left_behind_is_of_one_iteration(
 
     for number in range(5):
         as_worker(round=number, restore_iteration=found, restore_source="none" if found is None else "local")
-        assert in_a_fork(lambda: train(log), a_while_after(log, 8, draw.uniform(0, 0.02))) == signal.SIGKILL
+        assert in_a_fork(lambda: train(log), a_while_after(log, 4, draw.uniform(0, 0.02))) == signal.SIGKILL
         newest = newest_iteration(memory)
         assert newest is not None and newest > (found or 0)
         found = newest
