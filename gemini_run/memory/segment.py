@@ -105,8 +105,7 @@ class NodeMemory:
             keep_back(hidden)
             write_json(hidden, hidden.node_json, {"version": NODE_FORMAT_VERSION, "node_id": node_id, "notes": {}})
         except MemoryFull:
-            shutil.rmtree(hidden.root)
-            os.close(fresh)
+            cls(hidden, node_id, fresh, adopted=False).release(remove=True)
             raise
         paths = MemoryPaths(root / node_id)
         os.rename(hidden.root, paths.root)

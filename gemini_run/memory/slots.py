@@ -27,6 +27,7 @@ that one, and is made whole (`memory.settle`) before anybody restores from it, s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -51,6 +52,7 @@ from gemini_run.memory.header import (
     SlotHeader,
     nonzero,
 )
+from gemini_run.memory.pages import populate
 from gemini_run.plan.manifest import Manifest
 
 
@@ -75,9 +77,13 @@ class Slot:
             if self.capacity < HEADER_BYTES:
                 raise ReplicaCorrupt(f"{path}: truncated slot ({self.capacity} bytes)")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            # Page faults are per mapping and cost several times the copy itself: take them here, at once.
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
-            self._map = mmap.mmap(descriptor, self.capacity, flags=flags, prot=protection)
+            self._map = mmap.mmap(descriptor, self.capacity, flags=mmap.MAP_SHARED, prot=protection)
+            # Page faults are per mapping and cost several times the copy itself: take them here, at once. MAP_POPULATE
+            # would do so with the GIL held, a third of a second for each GB.
+            if writable and not populate(ctypes.addressof(ctypes.c_char.from_buffer(self._map)), self.capacity):
+                self._map.close()
+                flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                self._map = mmap.mmap(descriptor, self.capacity, flags=flags, prot=protection)
         except BaseException:
             os.close(descriptor)
             raise
@@ -250,9 +256,9 @@ class Slot:
                 raise ReplicaCorrupt(f"{self.path}: tensor {item.name!r} fails its checksum")
 
     def close(self) -> None:
-        """Unmap, and drop the lock. The caller holds no view or tensor over the mapping any more."""
-        self.view.release()
-        with contextlib.suppress(BufferError):  # a view lives on in a traceback: unmapped when that goes
+        """Unmap, and drop the lock. Where a view or tensor over the mapping lives on, it is unmapped when that goes."""
+        with contextlib.suppress(BufferError):
+            self.view.release()
             self._map.close()
         os.close(self._descriptor)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from gemini_run.errors import ReplicaCorrupt
 from gemini_run.memory.header import SlotHeader
 from gemini_run.memory.segment import scan_slots
@@ -42,8 +40,7 @@ class ReplicaSlots:
             kept = self._iterations.get(index) == keep or self._is_of_another(world_size, index)
             if not kept and not slot.header_hold() and slot.try_lock():
                 if slot.capacity < capacity:
-                    with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
-                        slot.close()
+                    slot.close()
                     slot = self._create(index, capacity)
                     slot.try_lock()
                 slot.begin()

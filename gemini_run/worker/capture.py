@@ -291,8 +291,8 @@ class Snapshotter:
             if not last:
                 time.sleep(_LOOK_AGAIN_SECONDS)
         raise MemoryFull(
-            f"host memory is too small for the checkpoints of this node: {needed / 2**20:.0f} MiB needed "
-            f"({self._node_slots} slots of {capacity / 2**20:.1f} MiB), {there / 2**20:.0f} MiB free in "
+            f"host memory is too small for the checkpoints of this node: {needed / 2**20:.1f} MiB needed "
+            f"({self._node_slots} slots of {capacity / 2**20:.1f} MiB), {there / 2**20:.1f} MiB free in "
             f"{self._paths.slots}: enlarge /dev/shm (mount -o remount,size=...; docker --shm-size; a Kubernetes "
             "emptyDir with medium: Memory), name another tmpfs with --memory-dir, or lower --replicas",
             needed_bytes=needed,

@@ -13,14 +13,13 @@ import xxhash
 
 from gemini_run.errors import GeminiError, ReplicaCorrupt
 from gemini_run.memory.header import SlotHeader
+from gemini_run.memory.pages import populate
 from gemini_run.memory.slots import Slot
 from gemini_run.plan.manifest import Manifest
 from gemini_run.worker.layout import address_of, copy_and_digest, dtensor_of, is_dense, local_of, unrepeated
 
 _MOST_THREADS = 4
 _NEW_FROM = 2**20  #: bytes; of a new tensor of less the pages come one by one
-_MADV_POPULATE_WRITE = 23
-_PAGE = 4096
 
 
 class PayloadReader(abc.ABC):
@@ -157,7 +156,7 @@ class SlotReader(PayloadReader):
         item = self.manifest.items[index]
         source, to = self._base + item.offset, target.data_ptr()
         if new and item.length >= _NEW_FROM:
-            _populate(to, item.length)
+            populate(to, item.length)
         if self._checksums is None:
             ctypes.memmove(to, source, item.length)
         else:
@@ -189,12 +188,3 @@ class SlotReader(PayloadReader):
 def _threads() -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(ranks, 1)))
-
-
-def _populate(address: int, length: int) -> None:
-    """Have the kernel make all pages of new memory at once: to be stopped at each costs more than the copy into it. An
-    old kernel (before 5.14) says no, and makes them one by one. Huge pages would be fewer, and took three times as
-    long to be made where memory is in pieces."""
-    start = -(-address // _PAGE) * _PAGE
-    size = (address + length) // _PAGE * _PAGE - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)

@@ -6,7 +6,6 @@ own, since new pages cost several times the copy into them, and given back once 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -109,7 +108,7 @@ class OwnSlots:
         if hold and len(self._slots) <= SLOTS_PER_REPLICA and self._coming is None:
             further = next(i for i in range(len(self._slots) + 1) if i not in self._slots)
             capacity = self._slots[index].capacity
-            self._coming = further, self._thread.submit(_open_or_create, self._paths, self._owner, further, capacity)
+            self._coming = further, self._thread.submit(_open_or_create, self._path(further), capacity)
 
     # --- files ----------------------------------------------------------------------------------------
 
@@ -118,14 +117,13 @@ class OwnSlots:
         if self._coming is not None and self._coming[0] == index:
             (_, coming), self._coming = self._coming, None
             return self._take(index, coming.result())
-        return self._take(index, _open_or_create(self._paths, self._owner, index, capacity))
+        return self._take(index, _open_or_create(self._path(index), capacity))
 
     def _remake(self, index: int, capacity: int) -> Slot:
-        path = self._paths.slot(self._owner, index)
+        path = self._path(index)
         if (old := self._slots.pop(index, None)) is not None:
             self._unpin(old)
-            with contextlib.suppress(BufferError):  # a view lives on: unmapped when that goes
-                old.close()
+            old.close()
         path.unlink(missing_ok=True)  # first, so that old and new never need room at the same time
         return self._take(index, Slot.create(path, capacity))
 
@@ -146,7 +144,7 @@ class OwnSlots:
         """Remove every file but the usual number, once neither a snapshot nor the durable tier needs it."""
         if self._coming is not None and not any(slot.header_hold() for slot in self._slots.values()):
             (index, coming), self._coming = self._coming, None
-            self._thread.submit(_discard, coming, self._paths.slot(self._owner, index))
+            self._thread.submit(_discard, coming, self._path(index))
         if len(self._slots) > SLOTS_PER_REPLICA:
             for index, slot in list(self._slots.items()):
                 if index == writing or self._iterations.get(index) == keep or slot.header_hold():
@@ -154,23 +152,29 @@ class OwnSlots:
                 if slot.try_lock():  # else somebody reads it
                     del self._slots[index], self._addresses[index]
                     self._iterations.pop(index, None)
-                    self._paths.slot(self._owner, index).unlink(missing_ok=True)
+                    self._path(index).unlink(missing_ok=True)
                     self._unpin(slot)
                     self._thread.submit(slot.close)  # frees its pages, which takes a while
         if self._strays is None:
             self._strays = set(self._files()) - self._slots.keys()
-        self._strays -= {i for i in self._strays - self._slots.keys() if self._iterations.get(i) != keep
-                         and _remove_unless_wanted(self._paths.slot(self._owner, i), keep)}  # fmt: skip
+        self._strays -= self._slots.keys()
+        if self._coming is not None:
+            self._strays.discard(self._coming[0])  # it may be mapped already
+        for index in list(self._strays):
+            if self._iterations.get(index) != keep and _remove_unless_wanted(self._path(index), keep):
+                self._strays.discard(index)
+
+    def _path(self, index: int) -> Path:
+        return self._paths.slot(self._owner, index)
 
     def _files(self) -> list[int]:
         """Indices of the files that are there."""
-        first = self._paths.slot(self._owner, 0)
+        first = self._path(0)
         found = [int(path.suffix[1:]) for path in first.parent.glob(f"{first.stem}.*")]
         return sorted(found)
 
 
-def _open_or_create(paths: MemoryPaths, owner: int, index: int, capacity: int) -> Slot:
-    path = paths.slot(owner, index)
+def _open_or_create(path: Path, capacity: int) -> Slot:
     try:
         return Slot(path, writable=True)
     except (FileNotFoundError, ReplicaCorrupt):  # none, or a file too short to be one

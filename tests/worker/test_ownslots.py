@@ -135,6 +135,21 @@ def test_further_files_of_an_earlier_process_go_once_they_are_not_held(rank: Ran
     assert again.settled() == names(0, 2)
 
 
+def test_a_file_of_an_earlier_process_that_was_taken_over_is_no_stray_any_more(rank: Rank) -> None:
+    rank.snapshot(1)
+    rank.snapshot(2, hold=True)
+    rank.snapshot(3)
+    rank.snapshot(4)
+    again = Rank(rank.paths.root)
+    again.slots.adopt(2, Slot(rank.paths.slot(OWNER, 2), writable=True), 4)
+    again.slots.make(10_000)
+    assert [again.snapshot(5), again.snapshot(6, hold=True)] == [0, 2]
+    again.settled()  # file 1 is about to be the third one
+    rank.released(2)
+    assert [again.snapshot(7), again.snapshot(8)] == [0, 1]
+    assert again.held() == {0: 7, 1: 8, 2: 6}
+
+
 def test_a_file_that_is_being_read_stays(rank: Rank) -> None:
     rank.snapshot(1)
     rank.snapshot(2, hold=True)
