@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import select
 import signal
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 ENV_GENERATION = "GEMINI_RESTART_GENERATION"  #: the round's number, equal on all nodes
 POLL_INTERVAL = 0.001  #: seconds torch's loop sleeps a turn; the waiting is done in `_monitor_workers`
 
+_SHUTDOWN_TIMEOUT = 30  #: seconds, torch's own default
+#: newer torch: `--shutdown-timeout`, and no end of the rendezvous with every stop of workers
+_TAKES_TIMEOUT = "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters
 _NEWS_SECONDS = 0.2  #: longest wait for a worker's end or a peer's news before torch's loop turns once more
 _RESTART_GRACE = 2  #: seconds between SIGTERM and SIGKILL before a restart: survivors hang in collectives
 _PEER_NEWS_SECONDS = 0.1  #: how long a worker's exception waits for news of a peer that may have caused it
@@ -86,7 +90,8 @@ class GeminiAgent(LocalElasticAgent):
         on_round: Callable[[], None],
         on_start: Callable[[], None],
     ) -> None:
-        timeout: dict[str, Any] = {} if shutdown_timeout is None else {"shutdown_timeout": shutdown_timeout}
+        patience = _SHUTDOWN_TIMEOUT if shutdown_timeout is None else shutdown_timeout
+        timeout: dict[str, Any] = {"shutdown_timeout": patience} if _TAKES_TIMEOUT else {}
         super().__init__(
             spec,
             logs_specs=logs_specs,
@@ -94,7 +99,8 @@ class GeminiAgent(LocalElasticAgent):
             log_line_prefix_template=log_line_prefix_template,
             **timeout,
         )
-        self.grace: float = self._shutdown_timeout  #: seconds from a worker's death signal to SIGKILL
+        self._patience = patience
+        self.grace: float = patience  #: seconds from a worker's death signal to SIGKILL
         self._runtime = runtime
         self._rendezvous_handler = rendezvous
         self._starter = starter
@@ -300,7 +306,7 @@ class GeminiAgent(LocalElasticAgent):
             say(f"{failure}; giving up: {self._budget.hopeless or self._spent()}")
         # torch's loop takes one and restarts if it found any: one is granted for each allowed restart.
         self._remaining_restarts = 1 if restart else 0
-        self.grace = _RESTART_GRACE if restart else self._shutdown_timeout
+        self.grace = _RESTART_GRACE if restart else self._patience
 
     def _resharded(self) -> bool:
         present = self._rendezvous_handler.round
@@ -336,13 +342,19 @@ class GeminiAgent(LocalElasticAgent):
         finally:
             self._restarting = False
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=_RESTART_GRACE if self._restarting else self._shutdown_timeout)
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        # Older torch says `is_restart`; our own flag says the same in all.
+        self._shutdown(timeout=_RESTART_GRACE if self._restarting else self._patience)
         self._note_ended()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self.grace = timeout
-        super()._shutdown(death_sig, timeout)
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None, is_restart: bool = False
+    ) -> None:
+        self.grace = self._patience if timeout is None else timeout
+        if _TAKES_TIMEOUT:
+            super()._shutdown(death_sig, int(self.grace))
+        else:  # which else also shuts down the rendezvous, for all nodes
+            super()._shutdown(death_sig, is_restart=True)  # type: ignore[call-arg]
         self._note_ended()
 
     # --- the end -----------------------------------------------------------------------------------
@@ -415,6 +427,7 @@ def _signals_put_off() -> Iterator[None]:
     without the signal: it is taken once all run."""
     name = "_terminate_process_handler"
     original = getattr(multiprocessing_api, name)
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     came: list[int] | None = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -428,5 +441,7 @@ def _signals_put_off() -> Iterator[None]:
             yield
         finally:
             numbers, came = came, None
+            if nohup:  # older torch handles it whatever it was told
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if numbers:
         original(numbers[0], None)

@@ -46,6 +46,7 @@ from gemini_run.wire import RunPaths
 
 DEFAULT_MAX_RESTARTS = 10  #: restarts without progress; torchrun's own default is 0
 RUN_FORMAT_VERSION = 1
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  #: that end a node, where torch has no --signals-to-handle
 _JOIN_SECONDS = 600.0  #: torch's own join timeout
 _MASTER_PORT = 29500  #: torchrun's
 _NO_RUN_ID = ("", "none")  # torchrun's "not given"
@@ -186,7 +187,7 @@ def _run_node(
         # Not before: connecting to a rendezvous host that is not up blocks outside Python, where no handler runs.
         # The variable is read by torch where it starts the workers.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals.end_by(
-            config.signals_to_handle, lambda number: SignalException(f"got {number.name}", number)
+            getattr(config, "signals_to_handle", _SIGNALS), lambda number: SignalException(f"got {number.name}", number)
         )
         return node.run(ending)
 

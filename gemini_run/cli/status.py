@@ -34,6 +34,8 @@ failed, stopped (by a signal) or dead (its agents are gone and none said why).
   run         run_id, state, started_at, script, argv, directory, round, iteration,
               lag (iterations not yet safe), world_size, iterations_lost, restarts, memory_bytes
     snapshots     every (iterations between two), asked, reason (where the network made it more than asked)
+    no_room       ranks whose snapshots do not fit into host memory, since (iteration),
+                  needed_bytes; or null
     nodes         by node rank, spares last: node, node_rank, state, alive, hostname, pid, address,
                   updated_at, memory_dir, memory_bytes, workers (local_rank, rank, pid,
                   phase, iteration, snapshot, committed, stall_ms, state_bytes, interval)
@@ -151,7 +153,15 @@ def _head(run: Json) -> Table:
     failure = run["last_failure"]
     if failure:
         table.add_row("last failure", Text(f"{failure['cause']} ({_ago(failure['t'])})", "red"))
-    table.add_row("memory", _size(run["memory_bytes"]))
+    memory = Text(_size(run["memory_bytes"]))
+    if (full := run["no_room"]) is not None:
+        ranks = ", ".join(map(str, full["ranks"]))
+        memory.append(
+            f", no room for new checkpoints of rank(s) {ranks} since iteration {full['since']}: "
+            f"{_size(full['needed_bytes'])} more are needed",
+            "red",
+        )
+    table.add_row("memory", memory)
     table.add_row("directory", run["directory"])
     return table
 

@@ -41,6 +41,7 @@ def summarise(run: RunView) -> Json:
         "last_failure": _last_failure(run, reports),
         "iterations_lost": max((report.get("iterations_lost") or 0 for report in reports), default=0),
         "restarts": max((report.get("restarts") or 0 for report in reports), default=0),
+        "no_room": _no_room(run),
         "memory_bytes": sum(_memory_bytes(node) or 0 for node in run.nodes),
         "slot_problems": [
             {"node": node.node_id, "file": str(info.path), "problem": info.problem}
@@ -125,6 +126,23 @@ def _snapshots(run: RunView) -> Json:
         changes = (event for event in reversed(run.events) if event["event"] == "interval_changed")
         reason = next((event.get("reason") for event in changes if event.get("interval") == every), None)
     return {"every": every, "asked": asked, "reason": reason}
+
+
+def _no_room(run: RunView) -> Json | None:
+    """Ranks that have no room for their newest snapshots in this round, and since which iteration; None: none."""
+    present = max((node.round for node in run.nodes if node.round is not None), default=None)
+    newest: dict[Any, Json] = {}
+    for event in run.events:
+        if event["event"] in ("memory_full", "memory_free") and event.get("round") == present:
+            newest[event.get("rank")] = event
+    full = {rank: event for rank, event in newest.items() if event["event"] == "memory_full"}
+    if not full or run_state(run) not in ("running", "recovering"):
+        return None
+    return {
+        "ranks": sorted(full),
+        "since": min(event["iteration"] for event in full.values()),
+        "needed_bytes": max(event["needed_bytes"] for event in full.values()),
+    }
 
 
 def _node(node: NodeView) -> Json:

@@ -149,6 +149,21 @@ def test_of_a_degraded_run(job: Callable[..., Job], cli: Cli) -> None:
     assert (run["state"], run["replicas"]["degraded"], run["nodes"][1]["state"]) == ("recovering", True, "dead")
 
 
+def test_of_a_run_without_room_for_new_checkpoints(job: Callable[..., Job], cli: Cli) -> None:
+    """Case A29."""
+    made = job("full", round=2)
+    facts = {"needed_bytes": 3 << 20, "free_bytes": 0, "newest": 4}
+    append_event(made.paths.events, "memory_full", node="n", rank=0, round=1, iteration=2, **facts)
+    assert json.loads(cli("full", "--json")[1])["run"]["no_room"] is None, "of an earlier round"
+    append_event(made.paths.events, "memory_full", node="n", rank=1, round=2, iteration=5, **facts)
+    no_room = json.loads(cli("full", "--json")[1])["run"]["no_room"]
+    assert no_room == {"ranks": [1], "since": 5, "needed_bytes": 3 << 20}
+    shown = " ".join(cli("full")[1].split())
+    assert "no room for new checkpoints of rank(s) 1 since iteration 5: 3.0 MiB more are needed" in shown
+    append_event(made.paths.events, "memory_free", node="n", rank=1, round=2, iteration=9)
+    assert json.loads(cli("full", "--json")[1])["run"]["no_room"] is None
+
+
 def test_of_more_copies_than_nodes(job: Callable[..., Job], cli: Cli) -> None:
     job("r", replicas=3).replicate()
     _, out, _ = cli("r")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +36,7 @@ def parameters(function: Any) -> list[str]:
         (LocalElasticAgent._rendezvous, ["self", "worker_group"]),
         (LocalElasticAgent._assign_worker_ranks, ["self", "store", "group_rank", "group_world_size", "spec"]),
         (LocalElasticAgent._start_workers, ["self", "worker_group"]),
-        (LocalElasticAgent._stop_workers, ["self", "worker_group"]),
         (LocalElasticAgent._restart_workers, ["self", "worker_group"]),
-        (LocalElasticAgent._shutdown, ["self", "death_sig", "timeout"]),
         (LocalElasticAgent._exit_barrier, ["self"]),
         (LocalElasticAgent._invoke_run, ["self", "role"]),
         (SubprocessHandler._popen, ["self", "args", "env"]),
@@ -51,6 +50,16 @@ def parameters(function: Any) -> list[str]:
 )
 def test_signatures(function: Any, expected: list[str]) -> None:
     assert parameters(function) == expected
+
+
+def test_how_workers_are_stopped() -> None:
+    """In older torch the agent ends the rendezvous with them, unless it is told that this is a restart."""
+    older = "shutdown_timeout" not in parameters(LocalElasticAgent.__init__)
+    last = ["is_restart"] if older else []
+    assert parameters(LocalElasticAgent._stop_workers) == ["self", "worker_group", *last]
+    assert parameters(LocalElasticAgent._shutdown) == ["self", "death_sig", "is_restart" if older else "timeout"]
+    if older:
+        assert "if not is_restart and self._rdzv_handler" in inspect.getsource(LocalElasticAgent._shutdown)
 
 
 def test_launch_agent_takes_these_first() -> None:
@@ -70,7 +79,7 @@ def test_the_handlers_constructor_takes_keywords_only_from_torch() -> None:
 
 def test_the_start_of_workers_looks_up_the_signal_handler() -> None:
     source = inspect.getsource(multiprocessing_api.PContext.start)
-    assert "signal.signal(sig, _terminate_process_handler)" in source
+    assert re.search(r"signal\.signal\((sig|signal\.SIGTERM), _terminate_process_handler\)", source)
     assert list(inspect.signature(multiprocessing_api._terminate_process_handler).parameters) == ["signum", "frame"]
 
 
