@@ -59,6 +59,8 @@ def torchrun_parser() -> argparse.ArgumentParser:
     parser.error = _raise_config_error  # type: ignore[method-assign]
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # as in newer torch: whether a port was given
     return parser
 
 
@@ -92,6 +94,8 @@ def torchrun_arguments(command: CommandLine) -> argparse.Namespace:
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = "localhost:0"
         args.local_addr = args.local_addr or "localhost"
+    elif unplaced:
+        args.master_port = _MASTER_PORT
     args.named_by = None
     if args.rdzv_id in _NO_RUN_ID:
         if max_nodes > 1:
@@ -186,9 +190,10 @@ def _run_node(
         stack.enter_context(node.companions(ending))
         # Not before: connecting to a rendezvous host that is not up blocks outside Python, where no handler runs.
         # The variable is read by torch where it starts the workers.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals.end_by(
-            getattr(config, "signals_to_handle", _SIGNALS), lambda number: SignalException(f"got {number.name}", number)
-        )
+        named = getattr(config, "signals_to_handle", None)  # newer torch; older knows neither option nor variable
+        handled = signals.end_by(named or _SIGNALS, lambda number: SignalException(f"got {number.name}", number))
+        if named is not None:
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = handled
         return node.run(ending)
 
 
