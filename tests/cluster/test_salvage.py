@@ -38,6 +38,8 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         job.reach(before + 5)
         said["rounds"] = cluster.events("round_started", "worker_failed")
 
+        for node in cluster.nodes:  # at once: one that outlives the store's host for a moment says that the run failed
+            node.freeze()
         for node in cluster.nodes:
             node.kill(keep_memory=True)
         said["dead status"] = ask(cluster, "status", "--json")
